@@ -139,26 +139,6 @@ def _log_plain(trainer: Any, reason: str) -> None:
     )
 
 
-class _Window:
-    """The micro-batches of one optimizer step, and their losses once they have run."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-        self._losses: list[Any] = []
-        self._next = 0
-
-    def is_at(self, inputs: Any) -> bool:
-        return self._next < len(self._batches) and inputs is self._batches[self._next]
-
-    def loss(self, run: Callable[[list[Any]], list[Any]]) -> Any:
-        """Returns the loss of the next micro-batch. The first call runs all of them."""
-        if not self._next:
-            self._losses = run(self._batches)
-        loss = self._losses[self._next]
-        self._next += 1
-        return loss
-
-
 class LayerMajorSteps:
     """The methods of a Trainer that run its accumulation windows layer-major."""
 
@@ -169,10 +149,10 @@ class LayerMajorSteps:
     is_layer_major = False
     is_asked_for = False  # By the program; otherwise the first window is looked at.
     most_together: int | None = None  # Micro-batches.
-    _window: _Window | None = None
+    _window: Sequence[Any] = ()  # The micro-batches whose `training_step` is to come.
+    _losses: Sequence[Any] = ()  # Theirs, once they have run.
     _trial: Trial | None = None
     _tried: int | None = None  # What the model was set to in the last trial.
-    _trial_left = 0  # Micro-batches.
     _is_reference_beside = False
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
@@ -183,14 +163,15 @@ class LayerMajorSteps:
             self.is_asked_for = False  # The model is another than that which was looked at.
         if is_worth_it and not self.is_asked_for:
             self._begin_trial(len(found[0]))
-        self._window = _Window(found[0]) if is_worth_it and self.is_asked_for else None
+        self._window = found[0] if is_worth_it and self.is_asked_for else ()
+        self._losses = ()
         return found
 
     def _begin_trial(self, count: int) -> None:
         hooked = engine_of(self.model).hooked_modules
         is_alone = self.args.gradient_accumulation_steps == 1 and not _shares_reference(self)
         blocks = [block.module for block in hooked if block.is_block]
-        self._trial, self._trial_left = Trial(self.model, blocks, is_alone=is_alone), count
+        self._trial = Trial(self.model, blocks, count, is_alone=is_alone)
 
     def _try(self, trial: Trial, step: Callable[[], Any]) -> Any:
         """Runs a micro-batch in the plain order, and decides behind the last one of the window."""
@@ -207,8 +188,7 @@ class LayerMajorSteps:
                 loss = step()
         finally:
             del accelerator.backward
-        self._trial_left -= 1
-        if not self._trial_left:
+        if not trial.num_left:
             self._trial = None
             causes = [trial.cause]
             if engine_of(self.model).num_ranks > 1:
@@ -232,15 +212,18 @@ class LayerMajorSteps:
         Returns the loss of this micro-batch, detached, as Trainer's does.
         """
         step = super().training_step  # type: ignore[misc]
-        window = self._window
         if self._trial is not None:
             return self._try(self._trial, partial(step, model, inputs, num_items_in_batch))
-        if window is None or not window.is_at(inputs):
+        if not self._window or inputs is not self._window[0]:
             return step(model, inputs, num_items_in_batch)
-        return window.loss(partial(self._run_window, step, model, num_items_in_batch))
+        if not self._losses:
+            self._losses = self._run_window(step, model, num_items_in_batch, self._window)
+        loss, *self._losses = self._losses
+        self._window = self._window[1:]
+        return loss
 
     def _run_window(
-        self, step: Callable[..., Any], model: Any, num_items: Any, batches: list[Any]
+        self, step: Callable[..., Any], model: Any, num_items: Any, batches: Sequence[Any]
     ) -> list[Any]:
         losses: list[Any] = [None] * len(batches)
 

@@ -24,7 +24,7 @@ from infinity.modules.accumulate.boundary import (
     versions_of,
 )
 from infinity.modules.accumulate.experts import ExpertsSchedule
-from infinity.modules.accumulate.fiber import MicroBatch, Random
+from infinity.modules.accumulate.fiber import Fiber, Random
 from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.of_transformers import CapturedTensors, captured_again
 from infinity.modules.accumulate.proof import Proof, checksums
@@ -40,7 +40,7 @@ _RESTORED_AHEAD = 2
 
 _NONE = nullcontext()
 
-Calls = Sequence[tuple[MicroBatch, BlockCall]]
+Calls = Sequence[tuple[Fiber, BlockCall]]
 
 
 class Repeated(NamedTuple):
@@ -84,7 +84,7 @@ class BlockRuns:
     # -- First forward -----------------------------------------------------------------------------
 
     def first(
-        self, fiber: MicroBatch, block: RunningBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, fiber: Fiber, block: RunningBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs the block's first forward in the fiber, drops its graph and saves its inputs."""
         captured = CapturedTensors()
@@ -94,7 +94,7 @@ class BlockRuns:
         )  # fmt: skip
         versions = versions_of(call.leaves)
         was_inside, fiber.is_inside = fiber.is_inside, True
-        fiber.called.append(block)
+        fiber.records.called.append(block)
         changed = block.state.watch()
         with (
             self._experts.within(call.experts, call.leaves) if block.experts else _NONE,
@@ -104,7 +104,7 @@ class BlockRuns:
         fiber.is_inside = was_inside
         stops = block.has_tiles or bool(block.experts)
         call.before = {} if stops else self._attributes.end_block(), changed()
-        refuse_interleaved(call, fiber.called, stops=stops)
+        refuse_interleaved(call, fiber.records.called, stops=stops)
         if versions != versions_of(call.leaves):
             raise UnsupportedError(
                 f"{block.hooked.name} changes an argument in place, so its forward cannot be "
@@ -131,9 +131,9 @@ class BlockRuns:
         for indexes, tensor in zip(places.values(), boundaries, strict=True):
             for index in indexes:
                 leaves[index] = tensor
-        call.number = len(fiber.calls)
-        fiber.calls.append(call)
-        fiber.graph.note_inputs(call.number, self._save_inputs(call))
+        call.number = len(fiber.records.calls)
+        fiber.records.calls.append(call)
+        fiber.records.graph.note_inputs(call.number, self._save_inputs(call))
         self._experts.keep(call.experts)
         output, aside = tree_unflatten(leaves, tree)
         captured.replace(aside)
@@ -224,12 +224,12 @@ class BlockRuns:
             copies: tuple[torch.Tensor, ...] = Boundary.apply(arrived, self._anchor, values)  # type: ignore[no-untyped-call]
         return copies
 
-    def _backward(self, fiber: MicroBatch, call: BlockCall, repeated: Repeated) -> None:
+    def _backward(self, fiber: Fiber, call: BlockCall, repeated: Repeated) -> None:
         pairs = list(repeated.pairs)
         call.gradients.sums.clear()
         # As in plain autograd, gradients of later blocks for the same tensor come first in the sum.
         for source, copy in repeated.copies.items():
-            before = fiber.graph.take(source.edge)
+            before = fiber.records.graph.take(source.edge)
             if before is not None:
                 pairs.append((copy, before))
         changed = call.block.state.watch(is_assumed=False)
@@ -244,4 +244,4 @@ class BlockRuns:
         for source, gradient in zip(repeated.copies, repeated.arrived.sums, strict=True):
             source.restored = None
             if gradient is not None:
-                fiber.graph.put(source.edge, gradient)
+                fiber.records.graph.put(source.edge, gradient)

@@ -18,7 +18,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.experts import SuspendedExperts
 from infinity.modules.accumulate.module_state import Attributes
 from infinity.modules.accumulate.proof import Proof
-from infinity.modules.accumulate.reachable import BlockState, Changeable
+from infinity.modules.accumulate.reachable import Changeable, Reachable
 from infinity.modules.autograd.forward_nodes import nodes_since
 from infinity.modules.autograd.outputs import tensors_in
 from infinity.modules.autograd.threads import Modes
@@ -36,7 +36,7 @@ class RunningBlock:
     forward: Callable[..., Any]
     has_tiles: bool  # Other than experts.
     experts: list[TiledExperts]
-    state: BlockState
+    state: Reachable  # What this block alone can reach.
     changes: str | None = None  # What it has changed in this window.
     order: int = -1  # Counts blocks in the order in which a fiber first reached them.
 
@@ -45,7 +45,7 @@ class RunningBlock:
         """Returns the block of a hooked module."""
         tiled = [module for module in hooked.module.modules() if isinstance(module, Tiled)]
         experts = [module for module in tiled if isinstance(module, TiledExperts)]
-        state = BlockState(hooked.name, hooked.module, proof)
+        state = Reachable([(hooked.name, hooked.module)], proof)
         return cls(hooked, hooked.module.forward, len(tiled) > len(experts), experts, state)
 
 

@@ -25,9 +25,9 @@ Note [Memory]
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -89,8 +89,8 @@ class _Position:
         return all(place_of(tensor) != place for tensor in tensors)
 
 
-class _Here(threading.local):
-    position: _Position | None = None
+# A fiber has a context of its own.
+_position: ContextVar[_Position | None] = ContextVar("block_with_experts", default=None)
 
 
 class ExpertsSchedule(Runner):
@@ -113,7 +113,6 @@ class ExpertsSchedule(Runner):
         self._inputs = results
         self._waiting = waiting
         self._stop = stop
-        self._here = _Here()
         self._suspended: dict[
             ExpertsCall, SuspendedExperts
         ] = {}  # While the block's backward runs.
@@ -137,21 +136,20 @@ class ExpertsSchedule(Runner):
         self, suspended: list[SuspendedExperts], inputs: Sequence[Any], *, is_repeated: bool = False
     ) -> Iterator[None]:
         """Runs a block's forward on `inputs`, with its calls of experts in their order."""
-        outer = self._here.position
-        self._here.position = _Position(suspended, inputs, is_repeated)
+        token = _position.set(_Position(suspended, inputs, is_repeated))
         try:
             with ExitStack() as stack:
                 if not is_repeated:
                     stack.enter_context(saved_tensors_hooks(lambda tensor: None, _refuse))
                 yield
         finally:
-            self._here.position = outer
+            _position.reset(token)
 
     # -- Calls, in the thread of a micro-batch -----------------------------------------------------
 
     @override
     def forward(self, call: ExpertsCall) -> torch.Tensor:
-        position = self._here.position
+        position = _position.get()
         if position is None or (position.is_repeated and not call.is_graded):
             return super().forward(call)
         if not position.is_repeated:

@@ -18,13 +18,14 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import numpy
 import torch
 from torch.autograd.graph import Node
-from typing_extensions import override
 
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.between import GraphBetween
@@ -94,13 +95,31 @@ class _Abandoned(BaseException):
     """Ends the thread of an abandoned fiber. It never reaches the caller."""
 
 
+@dataclass(eq=False, slots=True)
+class Records:
+    """What the backward of a micro-batch needs."""
+
+    calls: list[BlockCall] = field(default_factory=list)  # Whose backward has not run yet.
+    called: list[RunningBlock] = field(default_factory=list)  # With gradients or without.
+    graph: GraphBetween = field(default_factory=GraphBetween)
+
+    def clear(self) -> None:
+        """Forgets the micro-batch."""
+        self.calls.clear()
+        self.called.clear()
+        self.graph.clear()
+
+
 class Fiber:
-    """One micro-batch's forward, in a thread of its own, with its own random numbers and attributes
-    of modules. A fiber starts suspended.
+    """A forward in a thread of its own, with its own random numbers and attributes of modules: that
+    of a micro-batch, of a call beside its loss, or of a block that is repeated. A fiber starts
+    suspended.
 
     `forward` returns the loss, or None; the attribute `loss` has it when the fiber has ended. The
     fiber runs with the grad mode, autocast state, number of compute threads, context variables and
     device stream of the thread that made it.
+
+    records: those of the micro-batch, which a call beside its loss shares
     """
 
     def __init__(
@@ -110,11 +129,15 @@ class Fiber:
         device: torch.device,
         random: list[Any],
         attributes: Attributes,
+        *,
+        records: Records | None = None,
+        is_repeat: bool = False,
     ) -> None:
-        self.number = number
+        self.number, self.is_repeat = number, is_repeat
         self.random, self.attributes = random, attributes
         self.touched = Touched(set(), set())
-        self.is_inside = False  # Whether it is inside a block.
+        self.records = Records() if records is None else records
+        self.is_inside = is_repeat  # Whether it is inside a block.
         self.behind_tiles: Node | None = None  # The last node behind tiles that it stopped at.
         self.at: Any = None  # The place where it is suspended; None after its end.
         self.loss: torch.Tensor | None = None
@@ -123,15 +146,17 @@ class Fiber:
         self._turn = threading.Semaphore(0)
         self._paused, self._ended = threading.Event(), threading.Event()
         self.flags = process_flags()
-        self._variables = contextvars.copy_context()
-        context, run = self._variables.copy(), in_same_modes(forward, device)
-        run_in_thread(f"micro-batch {number}", lambda: context.run(self._run, run), self._note_end)
+        variables, run = contextvars.copy_context(), in_same_modes(forward, device)
+        task = partial(variables.copy().run, self._run, run, variables)
+        run_in_thread(f"micro-batch {number}", task, self._note_end)
 
-    def _run(self, forward: Callable[[], torch.Tensor | None]) -> None:
+    def _run(
+        self, forward: Callable[[], torch.Tensor | None], variables: contextvars.Context
+    ) -> None:
         try:
             self._wait_to_run()
             self.loss = forward()
-            _refuse_other_values(self._variables)
+            _refuse_other_values(variables)
         except _Abandoned:
             pass
         except BaseException as error:
@@ -169,63 +194,7 @@ class Fiber:
             self._is_abandoned = True
             self._turn.release()
         self._ended.wait()
-
-
-class MicroBatch(Fiber):
-    """The fiber of one micro-batch, with the records that its backward needs."""
-
-    def __init__(
-        self,
-        number: int,
-        forward: Callable[[], torch.Tensor | None],
-        device: torch.device,
-        random: list[Any],
-        attributes: Attributes,
-    ) -> None:
-        self.calls: list[BlockCall] = []  # Calls whose backward has not run yet.
-        self.called: list[RunningBlock] = []  # With gradients or without.
-        self.graph = GraphBetween()
-        super().__init__(number, forward, device, random, attributes)
-
-    @override
-    def abandon(self) -> None:
-        super().abandon()
-        self.calls.clear()
-        self.called.clear()
-        self.graph.clear()
-
-
-class CallBeside(MicroBatch):
-    """A call that runs beside the rest of its micro-batch's loss and shares its records."""
-
-    def __init__(
-        self,
-        parent: MicroBatch,
-        call: Callable[[], Any],
-        device: torch.device,
-        random: list[Any],
-        attributes: Attributes,
-    ) -> None:
-        is_graded = torch.is_grad_enabled()
-        self.parent = parent
-        self.has_ended = False
-        self._result: Any = None
-
-        def forward() -> None:
-            with torch.set_grad_enabled(is_graded):
-                self._result = call()
-            self.has_ended = True
-
-        super().__init__(parent.number, forward, device, random, attributes)
-        self.calls, self.called, self.graph = parent.calls, parent.called, parent.graph
-        self.graph.is_in_one_thread &= not is_graded
-
-    def result(self) -> Any:
-        """Returns what the call has returned. Called in the parent's thread, which may stop."""
-        if not self.has_ended:
-            self.parent.pause_at(self)
-        assert self.has_ended
-        return self._result
+        self.records.clear()
 
 
 class Random:

@@ -70,7 +70,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.blocks import BlockRuns
 from infinity.modules.accumulate.boundary import BlockCall, RunningBlock, TileStop
 from infinity.modules.accumulate.experts import ExpertsSchedule
-from infinity.modules.accumulate.fiber import CallBeside, Fiber, MicroBatch, Random
+from infinity.modules.accumulate.fiber import Fiber, Random
 from infinity.modules.accumulate.module_state import Key, ModuleState
 from infinity.modules.accumulate.of_transformers import (
     refuse_caches,
@@ -84,9 +84,7 @@ from infinity.modules.autograd.threads import process_flags, set_process_flags
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.tiling.experts_call import ExpertsCall
-from infinity.private.torch import (
-    current_autograd_node,
-)
+from infinity.private.torch import current_autograd_node
 from infinity.streaming.inputs.activations import InputStore, WaitingMemory
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
@@ -94,7 +92,6 @@ from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 _THROUGH = object()
 
 _T = TypeVar("_T")
-_S = TypeVar("_S", bound=Fiber)
 
 
 @dataclass(slots=True)
@@ -120,22 +117,19 @@ class LayerMajorSchedule:
         self._uses = uses
         self._hooks = hooks
         self._blocks = [RunningBlock.of(block.hooked, parts.proof) for block in hooks]
-        self._tile_micro_batches = parts.tile_micro_batches
-        self._activations = parts.inputs
-        self._device = parts.device
+        self._parts = parts
         self._random = Random(parts.device)
         self._attributes = ModuleState(model, on_backward=self._refuse_parts)
-        self._proof = parts.proof
         self._experts = ExpertsSchedule(uses, parts.results, parts.waiting, self._stop_at_experts)
         self._at_experts: dict[Fiber, ExpertsCall] = {}
         self._runs = BlockRuns(
-            parts.inputs, self._random, self._attributes, self._proof, self._experts, parts.device,
+            parts.inputs, self._random, self._attributes, parts.proof, self._experts, parts.device,
             uses.is_parameter_memory, lambda: self._running is not None,
         )  # fmt: skip
         self._running: Fiber | None = None
         # All fibers of the run, in the order in which they pass a block.
-        self._fibers: list[MicroBatch] = []
-        self._started: list[CallBeside] = []  # They have not run yet.
+        self._fibers: list[Fiber] = []
+        self._started: list[Fiber] = []  # Calls beside a loss that have not run yet.
         # Numbers tiles in the order of their first use.
         self._tiles: dict[tuple[int, ...], int] = {}
 
@@ -149,70 +143,81 @@ class LayerMajorSchedule:
         """
         if (found := foreign_hook(self._attributes.named)) is not None:
             refuse_hook(*found)
-        micro_batches: list[MicroBatch] = []
-        attributes: dict[Key, Any] = {}  # That the micro-batches leave behind.
+        micro_batches: list[Fiber] = []
+        attributes = self._attributes
+        left: dict[Key, Any] = {}  # By the micro-batches, for the code after them.
         try:
             with (
                 without_caches_and_checkpointing(self._model),
                 self._blocks_suspended(),
-                self._attributes.watched(),
+                attributes.watched(),
             ):
-                self._proof.begin(len(forwards))
+                proof = self._parts.proof
+                proof.begin(len(forwards))
                 states = self._random.fresh(len(forwards))
-                for number, (forward, state) in enumerate(zip(forwards, states, strict=True)):
-                    attributes_now = self._attributes.now()
-                    fiber = MicroBatch(
-                        number, self._checked(forward), self._device, state, attributes_now
-                    )
-                    micro_batches.append(fiber)
+                for forward, state in zip(forwards, states, strict=True):
+                    number, run, now = len(micro_batches), self._checked(forward), attributes.now()
+                    micro_batches.append(Fiber(number, run, self._parts.device, state, now))
                 self._fibers = list(micro_batches)
-                hooks = hooks_of(self._attributes.named, BACKWARD_TABLES)
-                code = [*forwards, *(hook for _, hook in hooks)]
+                hooks = hooks_of(attributes.named, BACKWARD_TABLES)
                 self._program = ProgramState(
                     self._model,
                     [(b.state, b.hooked.module) for b in self._blocks],
-                    code,
-                    self._proof,
+                    [*forwards, *(hook for _, hook in hooks)],
+                    proof,
                 )
                 losses = self._go_forward(micro_batches)
                 self._random.end(
                     [(f.random, s) for f, s in zip(micro_batches, states, strict=True)]
                 )
                 for fiber in micro_batches:
-                    attributes.update(fiber.attributes)
-                self._attributes.refuse_left([(f.attributes, f.touched) for f in micro_batches])
+                    left.update(fiber.attributes)
+                attributes.refuse_left([(f.attributes, f.touched) for f in micro_batches])
                 when_back()
                 self._program.changed()
                 self._go_backward(micro_batches)
-                if (names := self._program.changed()) and not self._proof.is_alone:
+                if (names := self._program.changed()) and not proof.is_alone:
                     _refuse(names, "in a backward (by a hook)")
-                self._proof.end()
+                proof.end()
                 return losses
         finally:
             for fiber in [*micro_batches, *self._fibers]:
                 fiber.abandon()
             self._fibers.clear()
-            self._attributes.keep(attributes)
-            self._activations.clear()
+            attributes.keep(left)
+            self._parts.inputs.clear()
 
     @property
     def is_in_loss(self) -> bool:
         """Whether a micro-batch's loss is running, outside of blocks."""
-        return isinstance(self._running, MicroBatch) and not self._running.is_inside
+        return self._running is not None and not self._running.is_inside
 
     def beside(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """See `infinity.beside`. Called in the thread of a micro-batch."""
-        parent = self._running
-        assert isinstance(parent, MicroBatch) and not parent.is_inside
-        fiber = CallBeside(
-            parent, call, self._device, self._random.fresh(2)[1], self._attributes.now()
-        )
+        parent, is_graded, results = self._running, torch.is_grad_enabled(), []
+        assert parent is not None and not parent.is_inside
+
+        def forward() -> None:
+            with torch.set_grad_enabled(is_graded):
+                results.append(call())
+
+        def result() -> Any:
+            if not results:
+                parent.pause_at(fiber)
+            return results[0]
+
+        state = self._random.fresh(2)[1]
+        fiber = Fiber(
+            parent.number, forward, self._parts.device, state, self._attributes.now(),
+            records=parent.records,
+        )  # fmt: skip
+        parent.records.graph.is_in_one_thread &= not is_graded
         # Before its parent, so that its results are there when the parent needs them.
         self._fibers.insert(self._fibers.index(parent), fiber)
         self._started.append(fiber)
-        return fiber.result
+        return result
 
-    def _look_at_changes(self, fiber: MicroBatch, is_first: bool) -> None:
+    def _look_at_changes(self, fiber: Fiber, is_first: bool) -> None:
         """Refuses changes that other micro-batches, or a repeated forward, would see.
 
         The plain order has them, too, if the first micro-batch makes them before any other begins
@@ -222,9 +227,9 @@ class LayerMajorSchedule:
             _refuse(self._program.changed(), "in a block, and is not of this block alone")
         elif fiber.at is None:
             _refuse(self._program.written_again(), "in the course of micro-batches")
-        elif self._proof.is_alone:
+        elif self._parts.proof.is_alone:
             self._program.changed()
-        elif fiber.called:
+        elif fiber.records.called:
             _refuse(self._program.changed(), "in a micro-batch, before the one before it has ended")
         else:
             names = self._program.own(fiber.number)
@@ -243,11 +248,9 @@ class LayerMajorSchedule:
     def _refuse_parts(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         """Refuses a backward in a loss that needs gradients of blocks. Their graphs are dropped."""
         fiber = self._running
-        if (
-            isinstance(fiber, MicroBatch)
-            and self.is_in_loss
-            and fiber.graph.leads_to_blocks(outputs, inputs)
-        ):
+        if fiber is None or fiber.is_inside:
+            return
+        if fiber.records.graph.leads_to_blocks(outputs, inputs):
             raise UnsupportedError(
                 "a loss runs a backward of its own through blocks (torch.autograd.grad, backward), "
                 "whose graphs are there after the loss only; accumulate micro-batches by several "
@@ -264,7 +267,7 @@ class LayerMajorSchedule:
                 stack.enter_context(_replaced(block, self._forward_of(block)))
             if (functorch := sys.modules.get("torch._functorch.config")) is not None:
                 stack.enter_context(functorch.patch(donated_buffer=False))  # Nodes may run twice.
-            if self._tile_micro_batches > 1:
+            if self._parts.tile_micro_batches > 1:
                 stack.enter_context(self._uses.tiles_stop(self._yield_at_tile))
             experts = [experts for block in self._blocks for experts in block.experts]
             stack.enter_context(self._experts.installed(experts))
@@ -272,7 +275,7 @@ class LayerMajorSchedule:
 
     # -- Forward -----------------------------------------------------------------------------------
 
-    def _go_forward(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
+    def _go_forward(self, micro_batches: list[Fiber]) -> list[torch.Tensor]:
         losses: dict[int, torch.Tensor] = {}
         for fiber in micro_batches:
             self._run_on(fiber, losses)
@@ -287,7 +290,7 @@ class LayerMajorSchedule:
             self._run_by_tiles([fiber for fiber in arrived if fiber.at is _THROUGH], losses)
         return [losses[fiber.number] for fiber in micro_batches]
 
-    def _run_by_tiles(self, fibers: Sequence[MicroBatch], losses: dict[int, torch.Tensor]) -> None:
+    def _run_by_tiles(self, fibers: Sequence[Fiber], losses: dict[int, torch.Tensor]) -> None:
         """Runs every fiber to its next stop that is no tile."""
         for fiber in fibers:
             self._run_on(fiber, losses)
@@ -303,10 +306,10 @@ class LayerMajorSchedule:
 
     def _groups(self, every: list[_T]) -> list[list[_T]]:
         """Divides the fibers into groups that may be inside a block at the same time."""
-        count = self._tile_micro_batches
+        count = self._parts.tile_micro_batches
         return [every[start : start + count] for start in range(0, len(every), count)]
 
-    def _tile_stops(self, fibers: Sequence[_S]) -> Iterator[tuple[TileStop, list[_S]]]:
+    def _tile_stops(self, fibers: Sequence[Fiber]) -> Iterator[tuple[TileStop, list[Fiber]]]:
         """Yields each tile stop with the fibers at it, until no fiber is at a tile. The caller runs
         these fibers to their next stop."""
         while on_tile := [s.at for s in fibers if isinstance(s.at, TileStop)]:
@@ -357,8 +360,9 @@ class LayerMajorSchedule:
             set_process_flags(flags)
             self._running = None
 
-    def _run_on(self, fiber: MicroBatch, losses: dict[int, torch.Tensor]) -> None:
-        is_first = fiber is self._fibers[0] and not fiber.called
+    def _run_on(self, fiber: Fiber, losses: dict[int, torch.Tensor]) -> None:
+        records = fiber.records
+        is_first = fiber is self._fibers[0] and not records.called
         with self._random_of(fiber):
             self._program.enter(fiber.number)
             self._resume(fiber)
@@ -371,14 +375,14 @@ class LayerMajorSchedule:
                 fiber.loss = None
                 losses[fiber.number] = loss.detach()
                 if loss.numel() == 1 and loss.requires_grad:
-                    fiber.graph.put(get_gradient_edge(loss), torch.ones_like(loss))
-                    fiber.graph.run(fiber.calls[-1] if fiber.calls else None)
+                    records.graph.put(get_gradient_edge(loss), torch.ones_like(loss))
+                    records.graph.run(records.calls[-1] if records.calls else None)
                 else:
                     loss.backward()  # Raises the error of a plain loop.
         while self._started:
             self._run_on(self._started.pop(0), losses)
-        if isinstance(fiber, CallBeside) and fiber.has_ended and fiber.parent.at is fiber:
-            self._run_on(fiber.parent, losses)
+        for waiting in [f for f in self._fibers if f.at is fiber] if at is None else ():
+            self._run_on(waiting, losses)
 
     @contextmanager
     def _random_of(self, fiber: Fiber) -> Iterator[None]:
@@ -394,7 +398,7 @@ class LayerMajorSchedule:
     def _forward_of(self, block: RunningBlock) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             fiber = self._running
-            if not isinstance(fiber, MicroBatch):
+            if fiber is None or fiber.is_repeat:
                 raise UnsupportedError(
                     f"{block.hooked.name} is called in a backward (a hook that calls the model "
                     "again); accumulate micro-batches by several backward() calls instead"
@@ -412,14 +416,14 @@ class LayerMajorSchedule:
 
     # -- Backward ----------------------------------------------------------------------------------
 
-    def _go_backward(self, fibers: list[MicroBatch]) -> None:
-        while waiting := [fiber for fiber in fibers if fiber.calls]:
-            block = max((s.calls[-1].block for s in waiting), key=lambda at: at.order)
-            arrived = [fiber for fiber in waiting if fiber.calls[-1].block is block]
+    def _go_backward(self, fibers: list[Fiber]) -> None:
+        while waiting := [fiber for fiber in fibers if fiber.records.calls]:
+            block = max((s.records.calls[-1].block for s in waiting), key=lambda at: at.order)
+            arrived = [fiber for fiber in waiting if fiber.records.calls[-1].block is block]
             for fiber in arrived:
                 self._attributes.set(fiber.attributes)  # As the loss has left them.
-                fiber.graph.run(fiber.calls[-1])
-            calls = [(fiber, fiber.calls.pop()) for fiber in arrived]
+                fiber.records.graph.run(fiber.records.calls[-1])
+            calls = [(fiber, fiber.records.calls.pop()) for fiber in arrived]
             calls = [pair for pair in calls if any(g is not None for g in pair[1].gradients.sums)]
             if not calls:
                 continue
@@ -428,30 +432,28 @@ class LayerMajorSchedule:
                 self._uses.begin_block_backward(block.hooked.units)
                 units |= self._repeat_all(block, calls)
                 # Restores the inputs of the next calls while the gradients leave.
-                for fiber in waiting:
-                    first = next(fiber.calls[-1].inputs(), None) if fiber.calls else None
+                following = [fiber.records.calls[-1] for fiber in waiting if fiber.records.calls]
+                for first in (next(call.inputs(), None) for call in following):
                     if first is not None:
-                        self._activations.fetch(first.value)
+                        self._parts.inputs.fetch(first.value)
             self._uses.end_of_block(list(units))
         for fiber in fibers:
             self._attributes.set(fiber.attributes)
-            fiber.graph.run(None)
+            fiber.records.graph.run(None)
 
-    def _repeat_all(
-        self, block: RunningBlock, calls: list[tuple[MicroBatch, BlockCall]]
-    ) -> set[int]:
+    def _repeat_all(self, block: RunningBlock, calls: list[tuple[Fiber, BlockCall]]) -> set[int]:
         """Repeats a block for all micro-batches. Returns units whose gradients are not written
         yet."""
         left: set[int] = set()
 
         def run(indexes: Sequence[int], work: Callable[[int], None]) -> None:
-            if block.has_tiles and self._tile_micro_batches > 1:
+            if block.has_tiles and self._parts.tile_micro_batches > 1:
                 left.update(self._repeat_by_tiles(calls, indexes, work))
             else:
                 for index in indexes:
                     work(index)
 
-        is_kept = len(calls) <= self._tile_micro_batches
+        is_kept = len(calls) <= self._parts.tile_micro_batches
         probe = partial(self._runs.probe, calls, is_kept)
         suspended = [call.experts for _, call in calls]
         self._experts.go_backward(suspended, lambda indexes: run(indexes, probe))
@@ -461,7 +463,7 @@ class LayerMajorSchedule:
 
     def _repeat_by_tiles(
         self,
-        calls: list[tuple[MicroBatch, BlockCall]],
+        calls: list[tuple[Fiber, BlockCall]],
         every: Sequence[int],
         work: Callable[[int], None],
     ) -> set[int]:
@@ -473,11 +475,10 @@ class LayerMajorSchedule:
             fibers = []
             try:
                 for index in indexes:
-                    call = calls[index][1]
+                    call, run = calls[index][1], partial(work, index)
                     fiber = Fiber(
-                        index, partial(work, index), self._device, call.random, call.attributes
+                        index, run, self._parts.device, call.random, call.attributes, is_repeat=True
                     )
-                    fiber.is_inside = True
                     fibers.append(fiber)
                 for fiber in fibers:
                     with self._random_of(fiber):

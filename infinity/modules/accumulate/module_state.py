@@ -23,11 +23,14 @@ from torch import nn
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.of_transformers import HOOKS_INSTALLED
 from infinity.modules.accumulate.purity import (
+    INSTALLS,
+    hooked_nodes,
     is_own,
     is_trusted,
     refuse_hook,
 )
-from infinity.modules.accumulate.watching import watch
+from infinity.modules.handles.handle_ops import HandleOps
+from infinity.private.torch import named_members
 
 Key: TypeAlias = tuple[int, str]  # The id of a module, and an attribute.
 Attributes: TypeAlias = Mapping[Key, Any]
@@ -77,8 +80,22 @@ class ModuleState:
     def watched(self) -> Iterator[None]:
         """Notes every attribute that is written, new hooks of the modules (those of one micro-batch
         would be called for the others), and the nodes of tensors that get a hook."""
-        with watch(self):
+        for (owner, name), plain in _PLAIN.items() if not _watching else ():
+            setattr(owner, name, _method(_CHANGES[name], plain))
+        _watching.append(self)
+        read = [cls for cls in self.classes if _reads_plainly(cls)]
+        for cls in read:
+            cls.__getattribute__ = _note_read  # type: ignore[assignment,method-assign]
+        try:
             yield
+        finally:
+            for cls in read:
+                del cls.__getattribute__
+            _watching.remove(self)
+            if not _watching:
+                hooked_nodes.clear()
+                for (owner, name), plain in _PLAIN.items():
+                    setattr(owner, name, plain)
 
     def note(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute is about to be written. What transformers prepares in a first
@@ -265,3 +282,89 @@ def _is_same(value: Any, other: Any) -> bool:
         return is_plain and bool(value == other)
     except (RuntimeError, ValueError):  # Tensors in a list have no truth.
         return False
+
+
+# -- What is replaced in PyTorch while micro-batches take turns ------------------------------------
+
+_watching: list[ModuleState] = []
+
+
+def _method(change: Callable[..., Any], plain: Any) -> Any:
+    """Returns a function that becomes a method where a class has it."""
+
+    def changed(*args: Any, **options: Any) -> Any:
+        return change(plain, *args, **options)
+
+    return changed
+
+
+def _reads_plainly(cls: Any) -> bool:
+    return cls.__getattribute__ is object.__getattribute__
+
+
+def _note_read(module: Any, name: str) -> Any:
+    for watcher in _watching:
+        watcher.note_read(module, name)
+    return object.__getattribute__(module, name)
+
+
+def _write(plain: Any, module: nn.Module, name: str, *value: Any, **options: Any) -> Any:
+    for watcher in _watching:
+        watcher.note(module, name)
+    return plain(module, name, *value, **options)
+
+
+def _train(plain: Any, owner: Any, *value: Any, **options: Any) -> Any:
+    for parameter in owner.parameters() if isinstance(owner, nn.Module) else value[:1]:
+        for watcher in _watching:
+            watcher.note_trained(parameter)
+    return plain(owner, *value, **options)
+
+
+def _hook_module(plain: Any, module: nn.Module, hook: Any, **options: Any) -> Any:
+    if not is_trusted(hook, INSTALLS):
+        for watcher in _watching:
+            watcher.note_hook(module, hook)
+    return plain(module, hook, **options)
+
+
+def _hook_tensor(plain: Any, tensor: torch.Tensor, *hook: Any) -> Any:
+    for watcher in _watching:
+        watcher.note_tensor(tensor, plain.__name__)
+    if tensor.grad_fn is not None:
+        hooked_nodes.add(tensor.grad_fn)
+    return plain(tensor, *hook)
+
+
+def _run_backward(
+    plain: Any, outputs: Any, gradients: Any, keep: Any, create: Any, *args: Any, **options: Any
+) -> Any:
+    for watcher in _watching:
+        watcher.on_backward(outputs, args[0] if args else options.get("inputs", ()))
+    try:
+        return plain(outputs, gradients, keep, create, *args, **options)
+    except RuntimeError as error:
+        if "donated buffers" not in str(error):
+            raise
+        raise UnsupportedError(
+            "micro-batches that pass blocks together run this compiled backward in parts; set "
+            "torch._functorch.config.donated_buffer = False before it is compiled"
+        ) from error
+
+
+_CHANGES: dict[str, Callable[..., Any]] = {
+    "__setattr__": _write, "__delattr__": _write, "swap_tensor": _write,
+    "requires_grad_": _train, "set_trainable": _train,
+    "register_forward_hook": _hook_module, "register_forward_pre_hook": _hook_module,
+    "register_hook": _hook_tensor, "retain_grad": _hook_tensor,
+    "_engine_run_backward": _run_backward,
+}  # fmt: skip
+_OWNERS: dict[str, Any] = {
+    "register_hook": torch.Tensor, "retain_grad": torch.Tensor, "set_trainable": HandleOps,
+    "swap_tensor": named_members, "_engine_run_backward": torch.autograd,
+}  # fmt: skip
+_PLAIN = {
+    (owner, name): getattr(owner, name)
+    for name in _CHANGES
+    for owner in (_OWNERS.get(name, nn.Module),)
+}

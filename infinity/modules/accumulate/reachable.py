@@ -100,24 +100,30 @@ class _Names(NamedTuple):
 
 
 class Reachable:
-    """The objects that may change and that can be reached from some roots, with their contents."""
+    """The objects that may change and that can be reached from some roots, with their contents at
+    the last look. Used by one running thread at a time."""
 
     def __init__(
-        self,
-        roots: Iterable[tuple[str, Any]],
-        known: Mapping[int, Any] = _NOTHING,
-        *,
-        is_block: bool = True,
+        self, roots: Iterable[tuple[str, Any]], proof: Proof, *, is_block: bool = True
     ) -> None:
-        """known: objects that are passed by. is_block: attributes of modules count, and code does
-        not; otherwise the other way round."""
-        self._is_block = is_block
+        """is_block: attributes of modules count, and code does not; otherwise the other way
+        round."""
+        self._roots, self._proof, self._is_block = list(roots), proof, is_block
+        self.known: Mapping[int, Any] = _NOTHING  # Objects that are passed by.
+        self._has_looked = False
+
+    def pass_by(self, known: Mapping[int, Any]) -> None:
+        """Does not enter these objects at further looks."""
+        self.known, self._has_looked = known, False
+
+    def look(self) -> None:
+        """Notes what the objects hold now."""
+        self._has_looked = True
         self.cells: list[Changeable] = []
         self.seen: dict[int, tuple[str, Any]] = {}  # By identity, which lasts as long as it.
-        self._known = known
         self._places: dict[int, list[tuple[Any, Any]]] = {}
         self._names: dict[int, _Names] = {}
-        waiting = deque((label, value, None) for label, value in roots)
+        waiting = deque((label, value, None) for label, value in self._roots)
         while waiting and len(self.seen) < _MOST_OBJECTS:
             waiting.extend(self._enter(*waiting.popleft()))
         for names in self._names.values():
@@ -126,7 +132,7 @@ class Reachable:
     def _enter(self, label: str, value: Any, place: Any) -> Iterator[tuple[str, Any, Any]]:
         """Notes an object and yields what it leads to."""
         kind = type(value)
-        if kind in _PLAIN or id(value) in self._known:
+        if kind in _PLAIN or id(value) in self.known:
             return
         if isinstance(value, _ARRAYS) and place is not None:
             self._places.setdefault(id(value), []).append(place)
@@ -213,28 +219,22 @@ class Reachable:
             before = _version(owner), owner.detach().clone() if is_kept and is_plain else None
         self.cells.append(Changeable(label, owner, before, self._places.setdefault(id(owner), [])))
 
-    def changed(self, proof: Proof, *, is_assumed: bool = True) -> list[Changeable]:
-        """Returns the objects that hold something else now. See `Changeable.is_changed`."""
-        return [cell for cell in self.cells if cell.is_changed(proof, is_assumed=is_assumed)]
-
-
-class BlockState:
-    """What one block alone can reach. Used by one running thread at a time."""
-
-    def __init__(self, name: str, block: nn.Module, proof: Proof) -> None:
-        self._roots, self._proof = [(name, block)], proof
-        self._found: Reachable | None = None
-        self.known: Mapping[int, Any] = _NOTHING  # What others can reach, too.
-
     def watch(self, *, is_assumed: bool = True) -> Callable[[], list[Changeable]]:
-        """Returns a function that returns what has changed since. See `Changeable.is_changed`."""
-        if self._found is None or self._found.changed(self._proof):
-            self._found = Reachable(self._roots, self.known)
-        return partial(self._found.changed, self._proof, is_assumed=is_assumed)
+        """Returns a function that returns the objects that have changed since. See
+        `Changeable.is_changed`."""
+        if not self._has_looked or _changed(self.cells, self._proof):
+            self.look()
+        return partial(_changed, self.cells, self._proof, is_assumed=is_assumed)
 
-    def forget(self, known: Mapping[int, Any] = _NOTHING) -> None:
-        """Begins a window. known: objects that others can reach, too."""
-        self._found, self.known = None, known
+    def take_changed(self) -> list[Changeable]:
+        """Returns the objects that hold something else than at the last look, and looks again."""
+        if cells := _changed(self.cells, self._proof):
+            self.look()
+        return cells
+
+
+def _changed(cells: list[Changeable], proof: Proof, *, is_assumed: bool = True) -> list[Changeable]:
+    return [cell for cell in cells if cell.is_changed(proof, is_assumed=is_assumed)]
 
 
 class ProgramState:
@@ -249,7 +249,7 @@ class ProgramState:
     def __init__(
         self,
         model: nn.Module,
-        blocks: Sequence[tuple[BlockState, nn.Module]],
+        blocks: Sequence[tuple[Reachable, nn.Module]],
         code: Iterable[Any],
         proof: Proof,
     ) -> None:
@@ -262,22 +262,22 @@ class ProgramState:
         for state, block in blocks:
             own = {id(module) for module in block.modules()}
             others = {key: m for key, m in modules.items() if key not in own}
-            within.append(Reachable(state._roots, others).seen)
-            state.forget(others)
+            state.pass_by(others)
+            state.look()
+            within.append(state.seen)
         counts = Counter(key for seen in within for key in seen)
         shared = [found for seen in within for key, found in seen.items() if counts[key] > 1]
         kinds = [(type(m).__name__, type(m)) for m in of_blocks.values()]
-        self._roots = [
-            *outside, *shared, *kinds, *((_label(found), found) for found in code),
-        ]  # fmt: skip
-        self._known = {key: m for key, m in of_blocks.items() if counts[key] < 2}
+        named = [(_label(found), found) for found in code]
+        self._found = Reachable([*outside, *shared, *kinds, *named], proof, is_block=False)
+        self._found.pass_by({key: m for key, m in of_blocks.items() if counts[key] < 2})
+        self._found.look()
+        for state, _ in blocks:
+            state.pass_by({**state.known, **self._found.seen})
         self._block_roots = [*shared, *kinds]
         # By micro-batch: what it finds in these places. Places are tables and their keys.
         self._views: dict[int, dict[_Place, tuple[Any, Any]]] = {}
         self._writers: dict[_Place, set[int]] = {}
-        self._found = Reachable(self._roots, self._known, is_block=False)
-        for state, _ in blocks:
-            state.forget({**state.known, **self._found.seen})
 
     def enter(self, number: int) -> None:
         """Shows a micro-batch its own values."""
@@ -291,7 +291,7 @@ class ProgramState:
         """Gives a micro-batch what it has written before its first block. Returns the names of what
         cannot be its own."""
         names = []
-        for cell in self._take_changed():
+        for cell in self._found.take_changed():
             values = self._plain_changes(cell)
             if values is None:
                 names.append(cell.what())
@@ -312,25 +312,22 @@ class ProgramState:
         changed by the first one before all others."""
         return [
             cell.what()
-            for cell in self._take_changed()
+            for cell in self._found.take_changed()
             if cell.what() in self.early
             or any((id(cell.owner), key) in self._writers for key in cell.changed_keys())
         ]
 
     def changed(self) -> list[str]:
         """Returns the names of what has changed since the last call."""
-        return [cell.what() for cell in self._take_changed()]
-
-    def _take_changed(self) -> list[Changeable]:
-        cells = self._found.changed(self._proof)
-        if cells:
-            self._found = Reachable(self._roots, self._known, is_block=False)
-        return cells
+        return [cell.what() for cell in self._found.take_changed()]
 
     @cached_property
     def _of_blocks(self) -> Mapping[int, Any]:
         """What code of blocks can reach. Most windows do not ask."""
-        return Reachable(self._block_roots, self._known, is_block=False).seen
+        found = Reachable(self._block_roots, self._proof, is_block=False)
+        found.pass_by(self._found.known)
+        found.look()
+        return found.seen
 
     def _plain_changes(self, cell: Changeable) -> dict[Any, Any] | None:
         """Returns the new values of a table's changed keys; None if it is no table, has changed

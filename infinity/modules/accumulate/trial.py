@@ -22,7 +22,7 @@ from infinity.modules.accumulate.module_state import ModuleState
 from infinity.modules.accumulate.of_transformers import CapturedTensors
 from infinity.modules.accumulate.proof import Proof
 from infinity.modules.accumulate.purity import describe, foreign_hook, replaced_forward
-from infinity.modules.accumulate.reachable import BlockState, is_alike
+from infinity.modules.accumulate.reachable import Reachable, is_alike
 from infinity.modules.autograd.forward_nodes import ACCUMULATES, behind, walk
 from infinity.modules.autograd.outputs import tensors_in
 from infinity.private.torch import get_sequence_nr, tree_leaves
@@ -50,13 +50,17 @@ def why_differs(model: nn.Module) -> str | None:
 
 
 class Trial:
-    """Looks at micro-batches that run in the plain order. `cause`: what was found, or None.
+    """Looks at `num_left` micro-batches that run in the plain order. `cause`: what was found, or
+    None.
 
     is_alone: the micro-batches will pass the blocks one by one, so that nothing but sums can differ
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], *, is_alone: bool) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], num_left: int, *, is_alone: bool
+    ) -> None:
         self.cause: str | None = None
+        self.num_left = num_left
         self._model = model
         self._blocks = {block: number for number, block in enumerate(blocks)}
         self._is_alone = is_alone
@@ -73,7 +77,7 @@ class Trial:
     def micro_batch(self) -> Iterator[None]:
         """Looks at one micro-batch, from its forward to the end of its backward."""
         attributes = ModuleState(self._model, on_hook=self._note_hook)
-        changed = BlockState("", self._model, Proof()).watch()
+        changed = Reachable([("", self._model)], Proof()).watch()
         states = self._random.state()
         self._calls.clear()
         self._num_losses = 0
@@ -90,6 +94,7 @@ class Trial:
             self._exits.clear()
             for handle in handles:
                 handle.remove()
+        self.num_left -= 1
         if self._num_losses != 1:
             self._note(f"a micro-batch runs {self._num_losses} backwards")
         order = [number for number, _, _ in self._calls]
@@ -139,39 +144,32 @@ class Trial:
         """Looks at the graph of a loss, before its backward."""
         self._num_losses += 1
         if loss.grad_fn is not None and self.cause is None:
-            starts, ends = ([call[at] for call in self._calls] for at in (1, 2))
-            self.cause = _why_sums_differ(loss.grad_fn, _Places(starts, ends), self._exits)
+            self.cause = _why_sums_differ(loss.grad_fn, self._calls, self._exits)
 
 
-class _Places:
-    """Where the nodes of a graph stand between the calls of blocks. `starts`, `ends`: the numbers
-    of the first node of each call and of the node behind its last, ascending."""
-
-    def __init__(self, starts: list[int], ends: list[int]) -> None:
-        self._starts, self._ends = starts, ends
-
-    def of(self, node: Node) -> tuple[int, bool]:
-        """Returns how many calls have begun before the node was made, and whether it is inside the
-        last of them."""
-        number = node._sequence_nr()
-        call = bisect_right(self._starts, number)
-        return call, call > 0 and number < self._ends[call - 1]
-
-
-def _why_sums_differ(root: Node, places: _Places, exits: set[Node]) -> str | None:
+def _why_sums_differ(root: Node, calls: list[tuple[int, int, int]], exits: set[Node]) -> str | None:
     """Returns why sums of gradients would have another order, or None.
 
     exits: the nodes of what blocks have returned
     """
+    starts = [first for _, first, _ in calls]
+
+    def place_of(node: Node) -> tuple[int, bool]:
+        """Returns how many calls have begun before the node was made, and whether it is inside the
+        last of them."""
+        number = node._sequence_nr()
+        call = bisect_right(starts, number)
+        return call, call > 0 and number < calls[call - 1][2]
+
     uses: dict[Node, set[tuple[int, bool]]] = {}
     waiting: set[Node] = set()  # See Waiting nodes in `between.py`.
     for node in _nodes_behind(root, lambda _: True):
-        call, is_inside = places.of(node)
+        call, is_inside = place_of(node)
         for found in behind(node):
             if found._sequence_nr() == ACCUMULATES:
                 uses.setdefault(found, set()).add((call, is_inside))
                 continue
-            call_behind, is_behind_inside = places.of(found)
+            call_behind, is_behind_inside = place_of(found)
             is_left = is_behind_inside and (call_behind, True) != (call, is_inside)
             if is_left and found not in exits:
                 return "a tensor inside a block reaches the loss by another way than its outputs"
@@ -182,7 +180,7 @@ def _why_sums_differ(root: Node, places: _Places, exits: set[Node]) -> str | Non
             shape = list(leaf.variable.shape)  # type: ignore[attr-defined]
             return f"a weight of the shape {shape} is used in several places{_OTHERWISE}"
     for start in waiting:
-        nodes = _nodes_behind(start, lambda node: not places.of(node)[1])
+        nodes = _nodes_behind(start, lambda node: not place_of(node)[1])
         if any(node in waiting for node in nodes if node is not start):
             return f"tensors between blocks lead to each other{_OTHERWISE}"
     return None
