@@ -358,17 +358,34 @@ def test_what_cannot_run_layer_major_runs_plain_with_a_reason(
         assert events(trainer) == events(plain)
 
 
-class InPlace(nn.Module):
+def linear(activation: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), activation)
+
+
+class Plain(nn.Module):
+    """An embedding and blocks in a row: nothing speaks against layer-major order."""
+
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(4)
         self.embed = nn.Embedding(50, 8)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))])
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = self.embed(input_ids)
+    def block(self) -> nn.Module:
+        return linear(nn.Tanh())
+
+    def run(self, hidden: Tensor) -> Tensor:
         for block in self.blocks:
             hidden = block(hidden)
-        return {"loss": hidden.square().mean()}
+        return hidden
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.run(self.embed(input_ids)).square().mean()}
+
+
+class InPlace(Plain):
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
 
 
 class StepTwice(Trainer):
@@ -398,90 +415,63 @@ def test_what_shows_in_the_first_window_names_the_way_back(
 # -- What a default changes ------------------------------------------------------------------------
 
 
-class Norms(nn.Module):
+class Norms(Plain):
     """Blocks with running statistics."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.embed = nn.Embedding(50, 8)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(12)) for _ in range(2)
-        )
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = self.embed(input_ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return {"loss": hidden.square().mean()}
+    def block(self) -> nn.Module:
+        return linear(nn.BatchNorm1d(12))
 
 
-class Residuals(Norms):
+class Residuals(Plain):
     """A residual and a skip between blocks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        first = hidden = self.embed(input_ids)
+    def run(self, hidden: Tensor) -> Tensor:
+        first = hidden
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        return {"loss": (hidden * first).square().mean()}
+        return hidden * first
 
 
-class Shared(Residuals):
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = self.embed(input_ids)
-        for block in [*self.blocks, *self.blocks]:
-            hidden = block(hidden)
-        return {"loss": hidden.square().mean()}
+class Shared(Plain):
+    def run(self, hidden: Tensor) -> Tensor:
+        return super().run(super().run(hidden))
 
 
-class Plain(Residuals):
-    """Nothing speaks against layer-major order."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = self.embed(input_ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return {"loss": hidden.square().mean()}
-
-
-class Aside(Norms):
-    """A block leaves a tensor on itself, which the loss reads."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            object.__setattr__(self, "aside", y.square().mean())
-            return y.tanh()
-
+class AsideBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        object.__setattr__(self, "aside", y.square().mean())
+        return y.tanh()
+
+
+class Aside(Plain):
+    """A block leaves a tensor on itself, which the loss reads."""
+
+    block = AsideBlock
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         found = super().forward(input_ids, labels)
         return {"loss": found["loss"] + sum(block.aside for block in self.blocks)}
 
 
-class Boxed(Aside):
+class BoxedBlock(AsideBlock):
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(y=super().forward(x))
+
+
+class Boxed(Plain):
     """A block returns an object with a tensor."""
 
-    class Block(Aside.Block):
-        def forward(self, x: Tensor) -> Any:
-            return SimpleNamespace(y=super().forward(x))
+    block = BoxedBlock
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = self.embed(input_ids)
+    def run(self, hidden: Tensor) -> Tensor:
         for block in self.blocks:
             hidden = block(hidden).y
-        return {"loss": hidden.square().mean()}
+        return hidden
 
 
 def hooked() -> Any:
@@ -583,30 +573,17 @@ class Now(Trainer):
         return super().compute_loss(model, inputs, *args, **options) * (1 + self.now / 50)
 
 
-class Halving(nn.Module):
+class HalvingBlock(AsideBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / 2)
+        return torch.tanh(self.linear(x))
+
+
+class Halving(Plain):
     """Each block halves the gradient of its input by a hook."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if x.requires_grad:
-                x.register_hook(lambda gradient: gradient / 2)
-            return torch.tanh(self.linear(x))
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.embed = nn.Embedding(50, 8)
-        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = self.embed(input_ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return {"loss": hidden.square().mean()}
+    block = HalvingBlock
 
 
 def with_backward_hook() -> Any:

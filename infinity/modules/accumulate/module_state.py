@@ -63,15 +63,13 @@ class ModuleState:
         self._first_forward: tuple[str, int] | None = None  # A block, and its first node.
         self.named = dict(model.named_modules())
         self._modules = {id(module): module for module in self.named.values()}
-        self._named_params = list(model.named_parameters())
-        self._params = {id(parameter): parameter for _, parameter in self._named_params}
+        self._params = {id(parameter): parameter for parameter in model.parameters()}
+        owners = (*self.named.items(), *model.named_parameters())
+        self._names = {id(owner): name for name, owner in owners}
         # Outside of micro-batches: values of all attributes that differ inside of one.
         self._base: dict[Key, Any] = {}
         self._current: Attributes = _NOTHING
         self._noted: dict[Key, Any] = {}  # Written since the last look, with the value before.
-        self.classes: tuple[type, ...] = tuple(
-            {type(m) for m in self._modules.values() if is_own(type(m))}
-        )
         self.touched = Touched(set(), set())  # By the running micro-batch.
 
     # -- Writes ------------------------------------------------------------------------------------
@@ -80,12 +78,14 @@ class ModuleState:
     def watched(self) -> Iterator[None]:
         """Notes every attribute that is written, new hooks of the modules (those of one micro-batch
         would be called for the others), and the nodes of tensors that get a hook."""
-        for (owner, name), plain in _PLAIN.items() if not _watching else ():
-            setattr(owner, name, _method(_CHANGES[name], plain))
+        for place, plain in _PLAIN.items() if not _watching else ():
+            setattr(*place, _method(_CHANGES[place], plain))
         _watching.append(self)
-        read = [cls for cls in self.classes if _reads_plainly(cls)]
+        kinds: Any = {type(module) for module in self._modules.values()}
+        plain_read = object.__getattribute__
+        read = [k for k in kinds if is_own(k) and k.__getattribute__ is plain_read]
         for cls in read:
-            cls.__getattribute__ = _note_read  # type: ignore[assignment,method-assign]
+            cls.__getattribute__ = _note_read
         try:
             yield
         finally:
@@ -94,20 +94,15 @@ class ModuleState:
             _watching.remove(self)
             if not _watching:
                 hooked_nodes.clear()
-                for (owner, name), plain in _PLAIN.items():
-                    setattr(owner, name, plain)
+                for place, plain in _PLAIN.items():
+                    setattr(*place, plain)
 
     def note(self, module: nn.Module, name: str) -> None:
-        """Notes that an attribute is about to be written. What transformers prepares in a first
-        forward stays for all: it installs hooks, and keeps tables for the longest sequence."""
-        self.touched.written.add((id(module), name))
-        if id(module) not in self._modules or (id(module), name) in self._noted:
-            return
-        is_part = name in _MODES or name in module._parameters or name in module._modules
-        if not is_part and (name == HOOKS_INSTALLED or is_trusted(type(module), _PREPARES)):
-            return
+        """Notes that an attribute is about to be written."""
         key = id(module), name
-        self._noted[key] = self._read(key)
+        self.touched.written.add(key)
+        if key[0] in self._modules and key not in self._noted and not _is_for_all(module, name):
+            self._noted[key] = self._read(key)
 
     def note_read(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute is about to be read. What a block reads is its own."""
@@ -233,9 +228,7 @@ class ModuleState:
         return not _is_same((None, getattr(value[1], "__func__", value[1])), (None, of_class))
 
     def _place(self, key: Key) -> str:
-        named = (*self.named.items(), *self._named_params)
-        name = next(name for name, found in named if id(found) == key[0])
-        return ".".join(filter(None, (name, key[1])))
+        return ".".join(filter(None, (self._names[key[0]], key[1])))
 
     # -- Blocks ------------------------------------------------------------------------------------
 
@@ -267,6 +260,13 @@ class ModuleState:
             self._noted.clear()
 
 
+def _is_for_all(module: nn.Module, name: str) -> bool:
+    """Whether it is what transformers prepares in a first forward, which stays for all: it installs
+    hooks, and keeps tables for the longest sequence."""
+    is_part = name in _MODES or name in module._parameters or name in module._modules
+    return not is_part and (name == HOOKS_INSTALLED or is_trusted(type(module), _PREPARES))
+
+
 def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module.__dict__, module._buffers, module._parameters, module._modules
 
@@ -296,10 +296,6 @@ def _method(change: Callable[..., Any], plain: Any) -> Any:
         return change(plain, *args, **options)
 
     return changed
-
-
-def _reads_plainly(cls: Any) -> bool:
-    return cls.__getattribute__ is object.__getattribute__
 
 
 def _note_read(module: Any, name: str) -> Any:
@@ -352,19 +348,16 @@ def _run_backward(
         ) from error
 
 
-_CHANGES: dict[str, Callable[..., Any]] = {
-    "__setattr__": _write, "__delattr__": _write, "swap_tensor": _write,
-    "requires_grad_": _train, "set_trainable": _train,
-    "register_forward_hook": _hook_module, "register_forward_pre_hook": _hook_module,
-    "register_hook": _hook_tensor, "retain_grad": _hook_tensor,
-    "_engine_run_backward": _run_backward,
-}  # fmt: skip
-_OWNERS: dict[str, Any] = {
-    "register_hook": torch.Tensor, "retain_grad": torch.Tensor, "set_trainable": HandleOps,
-    "swap_tensor": named_members, "_engine_run_backward": torch.autograd,
-}  # fmt: skip
-_PLAIN = {
-    (owner, name): getattr(owner, name)
-    for name in _CHANGES
-    for owner in (_OWNERS.get(name, nn.Module),)
+_CHANGES: dict[tuple[Any, str], Callable[..., Any]] = {
+    (nn.Module, "__setattr__"): _write,
+    (nn.Module, "__delattr__"): _write,
+    (named_members, "swap_tensor"): _write,
+    (nn.Module, "requires_grad_"): _train,
+    (HandleOps, "set_trainable"): _train,
+    (nn.Module, "register_forward_hook"): _hook_module,
+    (nn.Module, "register_forward_pre_hook"): _hook_module,
+    (torch.Tensor, "register_hook"): _hook_tensor,
+    (torch.Tensor, "retain_grad"): _hook_tensor,
+    (torch.autograd, "_engine_run_backward"): _run_backward,
 }
+_PLAIN = {place: getattr(*place) for place in _CHANGES}
