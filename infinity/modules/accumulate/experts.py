@@ -113,9 +113,8 @@ class ExpertsSchedule(Runner):
         self._inputs = results
         self._waiting = waiting
         self._stop = stop
-        self._suspended: dict[
-            ExpertsCall, SuspendedExperts
-        ] = {}  # While the block's backward runs.
+        # While the block's backward runs.
+        self._suspended: dict[ExpertsCall, SuspendedExperts] = {}
         self._away: set[ExpertsCall] = set()  # What they have per token waits on a tier.
 
     @contextmanager
@@ -153,7 +152,10 @@ class ExpertsSchedule(Runner):
         if position is None or (position.is_repeated and not call.is_graded):
             return super().forward(call)
         if not position.is_repeated:
-            self._wait_for_tiles(call, position)
+            if position.can_wait(call):  # What it has per token waits on a tier.
+                self._put_away(call)
+            self._stop(call)  # Until the call is served.
+            self._bring_back(call)
             out = call.arguments.sum()
             if not call.is_graded:
                 return out
@@ -171,13 +173,6 @@ class ExpertsSchedule(Runner):
         if suspended.out is None:
             suspended.out = self._inputs.restore(suspended.saved)
         return suspended.out.clone()
-
-    def _wait_for_tiles(self, call: ExpertsCall, position: _Position) -> None:
-        """Stops until the call is served. What it has per token waits on a tier."""
-        if position.can_wait(call):
-            self._put_away(call)
-        self._stop(call)
-        self._bring_back(call)
 
     def _put_away(self, call: ExpertsCall) -> None:
         if not self._waiting.keeps_all:
@@ -276,7 +271,11 @@ class ExpertsSchedule(Runner):
         `calls`: the calls of every micro-batch in one block. `probe(numbers)` repeats the block's
         forward of these micro-batches, and calls `self.probe` for each of them.
         """
-        while numbers := [n for n, call in enumerate(calls) if _is_waiting(call)]:
+        while numbers := [
+            number
+            for number, suspended in enumerate(calls)
+            if any(call.gradients is None for call in suspended)
+        ]:
             probe(numbers)
             by_module: dict[tuple[int, ...], list[SuspendedExperts]] = {}
             for number in numbers:
@@ -328,10 +327,6 @@ class ExpertsSchedule(Runner):
         for suspended in self._suspended.values():
             suspended.call = suspended.out = suspended.edge = None
         self._suspended.clear()
-
-
-def _is_waiting(calls: Sequence[SuspendedExperts]) -> bool:
-    return any(suspended.gradients is None for suspended in calls)
 
 
 def _last_waiting(calls: Sequence[SuspendedExperts]) -> SuspendedExperts:
