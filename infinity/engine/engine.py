@@ -48,7 +48,7 @@ from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.handle_ops import HandleOps
 from infinity.modules.handles.originals import Originals
 from infinity.modules.handles.unmanaged_params import UnmanagedParams
-from infinity.modules.interrupts import uninterrupted
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.reading.discover import HookedModule
 from infinity.modules.tiling.layers import TiledParam
 from infinity.modules.tiling.split import tiles_of
@@ -226,7 +226,7 @@ class Engine:
         """See `infinity.shrink`."""
         self.refuse_closed("shrink")
         self.reset()
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             return self.weight_cache.space.shrink()
 
     def resident_units(self) -> list[str]:
@@ -302,7 +302,7 @@ class Engine:
 
     def flush(self) -> None:
         """Waits until all state is on the tier where it rests."""
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             self.updater.settle()  # First: it reads sums of gradients where they are.
             self.gradients.settle()
             self._changes.write_first_values()
@@ -401,7 +401,7 @@ class Engine:
     def step(self, settings: Mapping[TensorSpec, Settings]) -> None:
         """Records an optimizer step. Each unit is updated before its next use."""
         phase = self._tracer.during(Track.PHASES, "optimizer step")
-        with self._model_passes.alone(), uninterrupted(), phase:
+        with self._model_passes.alone(), UNINTERRUPTED, phase:
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             with self.ranks.making_step():
@@ -421,7 +421,7 @@ class Engine:
 
     def gradient_norms(self, params: Iterable[OffloadedParam]) -> dict[str, torch.Tensor]:
         """Returns the 2-norm of every existing gradient, as fp32 scalars on the host, in order."""
-        with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "gradient norms"):
+        with UNINTERRUPTED, self._lock, self._tracer.during(Track.PHASES, "gradient norms"):
             self.reset()
             self.updater.apply_pending()  # Updates that no forward has applied since the last step.
             found = [param for param in params if self.gradients.has(param.spec)]
@@ -436,7 +436,7 @@ class Engine:
 
     def zero_gradients(self, params: Iterable[OffloadedParam], *, set_to_none: bool) -> None:
         """Drops the gradients of `params`, or fills them with zeros if not `set_to_none`."""
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             for param in params:
                 if set_to_none:
                     self.gradients.forget(param.spec)
@@ -465,7 +465,7 @@ class Engine:
             self._close()
 
     def _close(self) -> None:
-        with self._model_passes.alone(), uninterrupted():
+        with self._model_passes.alone(), UNINTERRUPTED:
             if self.is_closed:
                 return
             self._uses.close()

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 
 from infinity.distributed.store import DistributedStore
-from infinity.modules.interrupts import uninterrupted
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.state.moments_8bit import states_within
 from infinity.state.partition import Partition
 from infinity.state.store import StateStore, Transfer, await_end
@@ -209,7 +209,7 @@ class _LentBlock:
 
     def read(self, unit: Unit, kind: StateKind, offset_nbytes: int, nbytes: int) -> None:
         """Reads a range of state into the start of the block."""
-        with uninterrupted():  # No transfer stays unknown.
+        with UNINTERRUPTED:  # No transfer stays unknown.
             self._transfer = self._store.read(
                 unit, kind, self.block, priority=Priority.STATE,
                 offset_nbytes=offset_nbytes, nbytes=nbytes,
@@ -218,7 +218,7 @@ class _LentBlock:
 
     def write(self, unit: Unit, kind: StateKind, offset_nbytes: int, nbytes: int) -> None:
         """Writes the start of the block to a range of state."""
-        with uninterrupted():
+        with UNINTERRUPTED:
             self._transfer = self._store.write(
                 unit, kind, self.block, offset_nbytes=offset_nbytes, nbytes=nbytes
             )
@@ -228,7 +228,7 @@ class _LentBlock:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        with uninterrupted():
+        with UNINTERRUPTED:
             await_end(self._transfer)
             self._pool.free(self.block)
 

@@ -2,8 +2,8 @@
 
 Python raises KeyboardInterrupt between any two bytecodes: for example between a move of pages and
 the record of the move, or between an update of a unit and the record of the update. Inside
-`uninterrupted` the signal is recorded and passed to its handler at the end. Only the main thread
-runs Python's signal handlers, so `uninterrupted` has no effect in other threads.
+`with UNINTERRUPTED` the signal is recorded and passed to its handler at the end. Only the main
+thread runs Python's signal handlers, so the block has no effect in other threads.
 
 A unit enters several of these blocks in a pass, and one for each gradient. They therefore call
 the C functions behind `signal`, whose wrappers turn every handler into an enum and back.
@@ -120,9 +120,4 @@ def _deliver(received: list[tuple[Any, int, FrameType | None]]) -> None:
             _deliver(received)
 
 
-UNINTERRUPTED = _Uninterrupted()  # For code that runs for every gradient.
-
-
-def uninterrupted() -> _Uninterrupted:
-    """Returns a context that delays SIGINT. Contexts may be nested."""
-    return UNINTERRUPTED
+UNINTERRUPTED = _Uninterrupted()

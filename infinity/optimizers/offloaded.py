@@ -17,7 +17,7 @@ from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.modules.autograd.param import OffloadedParam
 from infinity.modules.handles.handle import Handle
-from infinity.modules.interrupts import uninterrupted
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.tiling.split import tiles_of
 from infinity.ops.optimizers import Settings
 from infinity.optimizers.clipping import Measured, clip_grad_norm_, measured
@@ -198,7 +198,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._check_moments(
                 {name for setting in settings.values() for name in setting.state_names}
             )
-            with uninterrupted():
+            with UNINTERRUPTED:
                 self.engine.step(settings)
                 self._steps.update(steps)  # A refused step is not counted.
                 self._note_step(settings)

@@ -16,7 +16,7 @@ import torch
 
 import infinity
 from infinity.engine.engine import Engine
-from infinity.modules.interrupts import uninterrupted
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.state.units import StateKind
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.faulty_engine import WrappedEngine
@@ -56,8 +56,8 @@ def interrupted_after(delay_s: float) -> Iterator[threading.Event]:
 def test_an_interrupt_waits_for_the_end() -> None:
     order = []
     with pytest.raises(KeyboardInterrupt):
-        with uninterrupted():
-            with uninterrupted():
+        with UNINTERRUPTED:
+            with UNINTERRUPTED:
                 signal.raise_signal(signal.SIGINT)
                 order.append("inner")
             order.append("outer")

@@ -14,7 +14,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.autograd.hooks import BackwardCalls
 from infinity.modules.autograd.param import OffloadedParam, ParamTable
 from infinity.modules.autograd.threads import OwnProcess
-from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.observe import Tracer, Track
 from infinity.state.units import Unit
 from infinity.streaming.gradients.sink import GradientSink
@@ -90,7 +90,7 @@ class ParamGrads:
 
     def take(self, param: OffloadedParam, gradient: torch.Tensor) -> None:
         """Adds a gradient that did not arrive at the compute parameter."""
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             self._bring_up_to_date(param)  # The unit was not used since the step.
             shown = param.compute.grad if param in self._shown else None
             if shown is not None:
@@ -181,7 +181,7 @@ class ParamGrads:
     def scale(self, param: OffloadedParam, factor: float) -> None:
         """Multiplies the gradient by an fp32 value, as `mul_` does. Whoever reads the gradient
         next applies the factor; there may be no pending updates."""
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             if self._gradients.factors([param.spec]):  # Both products are rounded, as in torch.
                 self.apply_scales([param.unit])
             self._gradients.note_scaled(param.spec, factor)
@@ -190,7 +190,7 @@ class ParamGrads:
         """Applies the factors that gradients of these units wait for. An early update with these
         gradients, which the step would not keep, is undone first."""
         for unit in filter(self._gradients.is_scaled, dict.fromkeys(units)):
-            with uninterrupted(), self._lock:
+            with UNINTERRUPTED, self._lock:
                 self._updater.withdraw(unit.index)
                 self._gradients.apply_scales(unit)
 
@@ -199,14 +199,14 @@ class ParamGrads:
         if param.spec.state_offset < 0:
             raise _frozen(param.name)
         self._process.refuse_others()
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             self._bring_up_to_date(param)
             self.apply_scales([param.unit])
             self._gradients.put(param.unit, param.spec, value, is_other=is_other)
 
     def zero(self, param: OffloadedParam) -> None:
         """Sets the gradient to zeros, if there is one."""
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             self._bring_up_to_date(param)
             self.apply_scales([param.unit])
             self._gradients.zero(param.unit, param.spec)

@@ -27,7 +27,7 @@ from infinity.modules.autograd.hooks import (
 )
 from infinity.modules.autograd.threads import Turns
 from infinity.modules.autograd.uses import UnitUses
-from infinity.modules.interrupts import UNINTERRUPTED, uninterrupted
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.reading.discover import HookedModule
 from infinity.sizes import format_nbytes
 from infinity.streaming.gradients.sink import GradientSink
@@ -97,7 +97,7 @@ class ModelPasses:
         return self._turns.alone(self._backwards.armed)
 
     def _begin_pass(self, kind: str) -> None:
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             self.reset()
             self._weight_cache.begin_pass(kind, is_new=self._passes.beginnings.ask_model(kind))
             self._passes.begin_forward(kind)
@@ -110,7 +110,7 @@ class ModelPasses:
             return
         kind = "train" if torch.is_grad_enabled() else "eval"
         passes.is_graded = passes.is_graded or kind == "train"
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             is_new = passes.beginnings.ask_hooked(kind, hooked.name)
             if is_new and not any(hooks.is_running for hooks in self._hooks):
                 self.reset()
@@ -168,7 +168,7 @@ class ModelPasses:
     def _sum_outside_blocks(self) -> None:
         """Lets gradients outside of blocks be summed on the device, as far as it has memory beside
         the weights."""
-        with uninterrupted(), self._lock:
+        with UNINTERRUPTED, self._lock:
             refused_nbytes = self._uses.sum_outside_blocks(self._schedule_parts.outside_blocks)
         if refused_nbytes and not self._is_refusal_logged:
             self._is_refusal_logged = True

@@ -39,7 +39,7 @@ from infinity.modules.handles.handle import (
     replace_handles,
 )
 from infinity.modules.handles.mirrors import mirrored
-from infinity.modules.interrupts import uninterrupted
+from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.observe import Counters
 from infinity.private.torch import DisableTorchFunctionSubclass, get_sequence_nr
 from infinity.tiers.host import HostPool
@@ -472,7 +472,7 @@ class HandleOps:
             raise InfinityError(f"{name!r} has shape {shape}, got {tuple(tensor.shape)}")
         for param, rows in self._param_table.parts(name):
             setting = self._setting_on_ranks([param.unit.index])
-            with uninterrupted(), self._uses.lock, torch.no_grad(), setting:
+            with UNINTERRUPTED, self._uses.lock, torch.no_grad(), setting:
                 self._reset()
                 self._edits.write_one(param, tensor[rows])
 
