@@ -25,7 +25,7 @@ from tests.support.offloading import small_tiers
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of a fixed seed."""
+    """Sequences of a fixed seed, some of whose labels do not count."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -35,22 +35,26 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+        labels = self.ids[index].clone()
+        labels[: index % 5] = -100
+        return {"input_ids": self.ids[index], "labels": labels}
 
 
-def make_model(dtype: torch.dtype = torch.float32, seed: int = 7) -> GPT2LMHeadModel:
+def make_model(
+    dtype: torch.dtype = torch.float32, seed: int = 7, **options: Any
+) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
     config = GPT2Config(
         n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0,
-        eos_token_id=0,
+        eos_token_id=0, **options,
     )  # fmt: skip
     return GPT2LMHeadModel(config).to(dtype)  # Dropout is on: randomness has to agree too.
 
 
-def make_lora(dtype: torch.dtype = torch.float32) -> Any:
+def make_lora(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     torch.manual_seed(3)
     config = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.1)
-    return get_peft_model(make_model(dtype), config)
+    return get_peft_model(make_model(dtype, **options), config)
 
 
 def arguments(directory: Path, **options: Any) -> TrainingArguments:

@@ -17,9 +17,7 @@ import pytest
 import torch
 from peft import AdaptionPromptConfig, LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers import (
-    GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,7 +25,6 @@ from transformers import (
     MixtralForCausalLM,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
 )
 
 import infinity
@@ -35,23 +32,7 @@ from infinity.errors import ConfigError, UnsupportedError
 from infinity.integrations.hf import prepare_trainer
 from tests.support.offloading import small_tiers
 
-LORA = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.1)
-
-
-class Tokens(Dataset[dict[str, Tensor]]):
-    """Sequences of a fixed seed, some of whose labels do not count."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.ids = torch.randint(0, 50, (count, 12), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        labels = self.ids[index].clone()
-        labels[: index % 5] = -100
-        return {"input_ids": self.ids[index], "labels": labels}
+from .test_hf import Tokens, arguments, make_lora, make_model
 
 
 class Seeded(Trainer):
@@ -100,12 +81,7 @@ def _is_timed(key: str) -> bool:
 
 
 def gpt2(**options: Any) -> GPT2LMHeadModel:
-    torch.manual_seed(7)
-    config = GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0,
-        eos_token_id=0, tie_word_embeddings=False, **options,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)  # Dropout is on.
+    return make_model(tie_word_embeddings=False, **options)  # Dropout is on.
 
 
 def gpt2_without_dropout() -> Any:
@@ -113,8 +89,7 @@ def gpt2_without_dropout() -> Any:
 
 
 def gpt2_lora() -> Any:
-    torch.manual_seed(3)
-    return get_peft_model(gpt2(), LORA)
+    return make_lora(tie_word_embeddings=False)
 
 
 def mixtral_lora() -> Any:
@@ -127,21 +102,17 @@ def mixtral_lora() -> Any:
     return get_peft_model(MixtralForCausalLM(config), lora)
 
 
-def arguments(directory: Path, **options: Any) -> TrainingArguments:
-    options = {
-        "num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3,
-        "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "warmup_steps": 2,
-        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no",
-        "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 11,
-    } | options  # fmt: skip
-    return TrainingArguments(output_dir=str(directory), **options)
-
-
 def make_trainer(cls: Any, model: Any, directory: Path, **options: Any) -> Any:
     """Of ten micro-batches per epoch: the last window of an epoch has one."""
     more = {k: options.pop(k) for k in ("compute_loss_func",) if k in options}
+    of_a_run = {
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": 3,
+        "eval_steps": 2,
+    }
     return cls(
-        model=model, args=arguments(directory, **options), train_dataset=Tokens(20, 1),
+        model=model, args=arguments(directory, **(of_a_run | options)), train_dataset=Tokens(20, 1),
         eval_dataset=Tokens(6, 2), callbacks=[Journal()], **more,
     )  # fmt: skip
 
