@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
 from rich.console import Console
 
 from infinity.tools.training.report import Line, Reporter, Summary, line_of, shown, write_summary
@@ -17,7 +18,7 @@ AFTER = {
 }  # fmt: skip
 
 
-def line(number: int = 1, loss: float = 2.0, **more: float | str) -> Line:
+def line(number: int = 1, loss: float = 2.0, **more: float | None) -> Line:
     step = Step(number=number, loss=loss, grad_norm=1.0, num_tokens=1000, **more)
     return line_of(step, BEFORE, AFTER, 2.0)
 
@@ -31,24 +32,22 @@ def test_record_is_the_difference_of_two_snapshots():
     assert found["host_in_use_nbytes"] == 1 << 20 and found["copy_wait_s"] == 0
 
 
-def test_line_shows_what_a_person_watches():
-    assert shown(line(), 1.25) == (
-        "loss 2.000  held-out 1.250  500 tokens/s  read 1.50 GB/s  write 0.50 GB/s  "
-        "stall 42%  host 1.0 MiB"
-    )
+QUIET = AFTER | {"nvme_read_nbytes": BEFORE["nvme_read_nbytes"]}
 
 
-def test_line_leaves_out_drives_that_are_not_used_and_an_evaluation_that_was_not_made():
-    quiet = AFTER | {"nvme_read_nbytes": BEFORE["nvme_read_nbytes"]}
-    found = line_of(Step(number=1, loss=2.0, num_tokens=1000), BEFORE, quiet, 2.0)
-    assert shown(found, None) == (
-        "loss 2.000  500 tokens/s  write 0.50 GB/s  stall 42%  host 1.0 MiB"
-    )
-
-
-def test_line_names_the_epoch_and_a_skipped_step():
-    found = line(epoch=1.25, skipped="the loss is not finite")
-    assert shown(found, None).startswith("SKIPPED  epoch 1.25  loss 2.000")
+@pytest.mark.parametrize(
+    ("after", "more", "held_out_loss", "expected"),
+    [
+        (AFTER, {}, 1.25, "loss 2.000  held-out 1.250  500 tokens/s  read 1.50 GB/s  write 0.50 GB/s"),
+        (QUIET, {}, None, "loss 2.000  500 tokens/s  write 0.50 GB/s"),
+        (QUIET, {"epoch": 1.25, "skipped": "it is not finite"}, None,
+         "SKIPPED  epoch 1.25  loss 2.000  500 tokens/s  write 0.50 GB/s"),
+    ],
+    ids=["all", "no reads and no evaluation", "a skipped step of an epoch"],
+)  # fmt: skip
+def test_line_shows_what_a_person_watches(after, more, held_out_loss, expected):
+    found = line_of(Step(loss=2.0, num_tokens=1000, **more), BEFORE, after, 2.0)
+    assert shown(found, held_out_loss) == f"{expected}  stall 42%  host 1.0 MiB"
 
 
 def report(tmp_path, *, terminal: bool, log_every: int = 1) -> tuple[str, list[dict]]:
