@@ -23,16 +23,12 @@ from pathlib import Path
 import torch
 from common import take_turns, timed
 
-from infinity.ops.adam import AdamSettings
-from infinity.ops.adamw import AdamWSettings, torch_adamw_
 from infinity.ops.dynamic_8bit import State8Bit, num_scales
+from infinity.ops.exact import split
 from infinity.ops.host_sums import add_, copy_
-from infinity.ops.lion import LionSettings
-from infinity.ops.native import apply_rule, instruction_sets
-from infinity.ops.optimizers import update_
-from infinity.ops.sgd import SGDSettings
+from infinity.ops.optimizers import apply_rule, instruction_sets, torch_step_, update_
+from infinity.ops.rules import AdamSettings, AdamWSettings, LionSettings, SGDSettings
 from infinity.ops.span import StateSpan
-from infinity.ops.split_master import split
 from infinity.storage.arena import Arena
 
 FP32_NBYTES = 28  # Per parameter: gradient, weight, two moments in; weight and moments out.
@@ -143,9 +139,8 @@ def make_cases(arrays: Arrays, threads: int) -> list[Case]:
         update_([split_fp32], adamw, threads=threads)
 
     def torch_fused() -> None:
-        torch_adamw_(
-            [arrays.weight], [arrays.gradient], [arrays.exp_avg], [arrays.exp_avg_sq], adamw
-        )
+        states = [[arrays.exp_avg, arrays.exp_avg_sq]]
+        torch_step_([arrays.weight], [arrays.gradient], states, adamw)
 
     def torch_fused_and_copy() -> None:
         torch_fused()

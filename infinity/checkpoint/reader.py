@@ -24,7 +24,7 @@ from infinity.checkpoint.run.references import directory_of_base
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.ops.split_master import join
+from infinity.ops.exact import join
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import MIB
 from infinity.state.units import MOMENT_KINDS, StateKind, TensorSpec, Unit, weight_of

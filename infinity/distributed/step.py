@@ -24,7 +24,7 @@ from infinity.distributed.store import DistributedStore
 from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.distributed.sync import flush_owned, pull_updated
 from infinity.observe import Counters
-from infinity.ops.split_master import join, split
+from infinity.ops.exact import join, split
 from infinity.state.partition import Shard, ShardSlice
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import StateKind, TensorSpec, Unit

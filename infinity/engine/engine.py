@@ -53,7 +53,7 @@ from infinity.modules.reading.discover import HookedModule
 from infinity.modules.tiling.layers import TiledParam
 from infinity.modules.tiling.split import tiles_of
 from infinity.observe import Counters, Track
-from infinity.ops.optimizers import Settings
+from infinity.ops.rules import Settings
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit

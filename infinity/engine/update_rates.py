@@ -18,9 +18,9 @@ import torch
 
 from infinity.config.machine import last_cache_nbytes
 from infinity.engine.lay_out import RunPlan
-from infinity.ops.adamw import AdamWSettings
 from infinity.ops.on_device import update_span_
 from infinity.ops.optimizers import step_
+from infinity.ops.rules import AdamWSettings
 from infinity.ops.span import StateSpan
 from infinity.simulate.job import Batch, batch_of, make_job, tuned_gb_per_s, updated_nbytes
 from infinity.simulate.order import Use

@@ -3,7 +3,7 @@
 Every operation is the one of the native kernels: `tl.fma` where they fuse a product and a sum,
 `tl.sqrt_rn` and `tl.div_rn`, which are rounded correctly, and products and sums that the launch
 forbids to contract. The last numel % 8 elements are a tail with other fused products, as in
-torch's kernels: see infinity/ops/adamw.py.
+torch's kernels: see infinity/ops/rules.py.
 """
 
 import triton
@@ -12,24 +12,6 @@ import triton.language as tl
 _REFERENCE_LANES = tl.constexpr(8)
 # Nothing is compiled apart for these: a trial compiles what every later launch runs.
 _ARRAYS = ("weights", "residuals", "gradients", "states0", "states1", "numel")
-
-
-@triton.jit
-def _weight_of_moments(weight, gradient, exp_avg, exp_avg_sq, is_tail, c2, c3, c4, c5, c6, c7):
-    """AdamW's and Adam's new weight, exp_avg and exp_avg_sq."""
-    lerp, beta2, square_weight, correction2_sqrt, eps, step_size = c2, c3, c4, c5, c6, c7
-    is_small = lerp < 0.5  # Interpolated from the nearer end.
-    # Without beta1 this is a zero, whose sign shows in the sign of a zero moment.
-    far_lerp = tl.where(is_tail, -(1.0 - lerp), lerp - 1.0)
-    start = tl.where(is_small, exp_avg, gradient)
-    exp_avg = tl.fma(gradient - exp_avg, tl.where(is_small, lerp, far_lerp), start)
-    part = gradient * square_weight
-    body_sq = tl.fma(gradient, part, exp_avg_sq * beta2)
-    tail_sq = tl.fma(exp_avg_sq, beta2, part * gradient)
-    exp_avg_sq = tl.where(is_tail, tail_sq, body_sq)
-    root = tl.div_rn(tl.sqrt_rn(exp_avg_sq), correction2_sqrt)
-    weight = weight + tl.div_rn(exp_avg * -step_size, root + eps)
-    return weight, exp_avg, exp_avg_sq
 
 
 @triton.jit
@@ -43,17 +25,23 @@ def _decayed(weight, gradient, weight_decay):
 def _stepped(
     weight, gradient, state0, state1, is_tail, c0, c1, c2, c3, c4, c5, c6, c7, rule: tl.constexpr
 ):
-    """The new weight and states. Coefficients are those of `Settings.coefficients`, in order; for
-    `adamw` from c1 on, so that its moments' are where `adam` has them."""
-    if rule == "adamw":
-        weight, state0, state1 = _weight_of_moments(
-            weight * c1, gradient, state0, state1, is_tail, c2, c3, c4, c5, c6, c7
-        )
-    elif rule == "adam":
-        gradient = _decayed(weight, gradient, c0)
-        weight, state0, state1 = _weight_of_moments(
-            weight, gradient, state0, state1, is_tail, c2, c3, c4, c5, c6, c7
-        )
+    """The new weight and states. Coefficients are those of `Settings.coefficients`, in order;
+    of AdamW behind the weight decay of Adam, which is 0."""
+    if rule == "adam" or rule == "adamw":
+        weight_decay, decay, lerp, beta2, square_weight = c0, c1, c2, c3, c4
+        correction2_sqrt, eps, step_size = c5, c6, c7
+        gradient = _decayed(weight, gradient, weight_decay)
+        is_small = lerp < 0.5  # Interpolated from the nearer end.
+        # Without beta1 this is a zero, whose sign shows in the sign of a zero moment.
+        far_lerp = tl.where(is_tail, -(1.0 - lerp), lerp - 1.0)
+        start = tl.where(is_small, state0, gradient)
+        state0 = tl.fma(gradient - state0, tl.where(is_small, lerp, far_lerp), start)
+        part = gradient * square_weight
+        body_sq = tl.fma(gradient, part, state1 * beta2)
+        tail_sq = tl.fma(state1, beta2, part * gradient)
+        state1 = tl.where(is_tail, tail_sq, body_sq)
+        root = tl.div_rn(tl.sqrt_rn(state1), correction2_sqrt)
+        weight = weight * decay + tl.div_rn(state0 * -step_size, root + eps)
     elif rule == "lion":
         decay, lr, beta1, weight1, beta2, weight2 = c0, c1, c2, c3, c4, c5
         direction = tl.fma(gradient, weight1, state0 * beta1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infinity.fused import mean as fused
+from infinity.fused import launches as fused
 from infinity.fused.choice import Trials
 
 trials = Trials()
@@ -40,13 +40,13 @@ def write_mean(out: torch.Tensor, rows: torch.Tensor) -> None:
 
 def prepare(count: int, device: torch.device) -> None:
     """Compiles and tries the kernels for means of `count` rows on a CUDA device."""
-    for dtype in fused.FORMS if device.type == "cuda" else ():
+    for dtype in fused.MEAN_DTYPES if device.type == "cuda" else ():
         explain_refusal(count, dtype, device)
 
 
 def explain_refusal(count: int, dtype: torch.dtype, device: torch.device) -> str:
     """Returns why torch operations take such a mean, "" if the Triton kernel does."""
-    if dtype not in fused.FORMS or count > fused.MOST_ROWS:
+    if dtype not in fused.MEAN_DTYPES or count > fused.MOST_ROWS:
         return f"the kernel is not for {count} rows of {dtype}"
     return trials.explain_refusal(
         "the mean over ranks", (count, dtype), device, lambda: has_bits(count, dtype, device)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from infinity.fused import update as fused
+from infinity.fused import launches as fused
 from infinity.fused.choice import Trials
-from infinity.ops.exact import to_fp32
-from infinity.ops.optimizers import Settings, reference_span_, update_
+from infinity.ops.exact import split, to_fp32
+from infinity.ops.optimizers import reference_span_, update_
+from infinity.ops.rules import Settings
 from infinity.ops.span import StateSpan
-from infinity.ops.split_master import split
 
 trials = Trials()
 # Whole programs; a part of one, and a tail.

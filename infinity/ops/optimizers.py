@@ -1,66 +1,47 @@
-"""The optimizers there are, and the update of any of them: native, and as a readable reference.
+"""The update of any optimizer (`rules.py`): native, by torch's own kernel, and as a readable
+reference.
 
-An optimizer is a frozen dataclass of settings in a file of its own (see `adamw.py`) and its rule in
-`csrc/update/rules/`. Both say the same arithmetic, bit for bit.
+The native kernels have the same bits on every instruction set; `INFINITY_SIMD` (avx512, avx2, neon
+or scalar) picks one by hand, for tests.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from infinity._core import PageDigests
-from infinity.ops.adam import AdamSettings
-from infinity.ops.adamw import AdamWSettings
+from infinity import _core
+from infinity.config.machine import threads_here
+from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import State8Bit, decode, encode_
-from infinity.ops.lion import LionSettings
-from infinity.ops.native import apply_rule
-from infinity.ops.sgd import SGDSettings
+from infinity.ops.exact import join, split
+from infinity.ops.rules import AdamSettings, AdamWSettings, Settings, SGDSettings
 from infinity.ops.span import StateSpan, check_spans
-from infinity.ops.split_master import join, split
-from infinity.ops.torch_kernels import is_native, torch_step_
+from infinity.private.torch import fused_adam_, fused_adamw_, fused_sgd_
 
+SIMD_VARIABLE = "INFINITY_SIMD"
 REFERENCE_LANES = 8  # Elements in one vector of torch's kernels, whose bits these are.
 _CANONICAL_NAN = torch.tensor(0xFFC00000 - 2**32, dtype=torch.int32).view(torch.float32)
-
-
-class Settings(Protocol):
-    """Settings of one step of one parameter group. Frozen and hashable; `step` counts from 1."""
-
-    @property
-    def rule(self) -> str:
-        """Name of the native rule."""
-
-    @property
-    def step(self) -> int:
-        """The number of this step, from 1."""
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The arrays that a span carries beside weight and gradient; `exp_avg_sq` has no sign."""
-
-    def coefficients(self) -> tuple[float, ...]:
-        """The numbers of the native rule in its order, fp64, rounded to fp32 when used."""
-
-    def reference(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        states: Sequence[torch.Tensor],
-        *,
-        is_tail: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """New weight and new states, from fp32 tensors. `is_tail`: of the last numel % 8."""
-
-
-OPTIMIZERS: dict[str, type[Settings]] = {
-    "adamw": AdamWSettings,
-    "adam": AdamSettings,
-    "sgd": SGDSettings,
-    "lion": LionSettings,
-}
+# Of each rule of torch, both ways of interpolating a moment, and every way of a momentum.
+_PROBED: dict[type[Settings], tuple[Settings, ...]] = {
+    kind: tuple(
+        kind(lr=3e-3, beta1=beta1, beta2=0.98, eps=1e-8, weight_decay=decay, step=3)
+        for beta1, decay in ((0.9, 0.01), (0.25, 0.0))
+    )
+    for kind in (AdamWSettings, AdamSettings)
+} | {
+    SGDSettings: tuple(
+        SGDSettings(
+            lr=3e-3, momentum=momentum, dampening=dampening, weight_decay=0.01,
+            nesterov=nesterov, step=3,
+        )
+        for momentum, dampening, nesterov in ((0.0, 0.0, False), (0.9, 0.1, False), (0.9, 0, True))
+    ),
+}  # fmt: skip
 
 
 def update_(
@@ -69,7 +50,7 @@ def update_(
     *,
     grad_scale: float | torch.Tensor = 1.0,
     threads: int | None = None,
-    digests: Sequence[PageDigests] = (),
+    digests: Sequence[_core.PageDigests] = (),
 ) -> int:
     """One step of every span, in one pass over memory.
 
@@ -100,7 +81,7 @@ def step_(
     settings: Settings,
     *,
     grad_scale: float = 1.0,
-    digests: Sequence[PageDigests] = (),
+    digests: Sequence[_core.PageDigests] = (),
 ) -> None:
     """`update_` with the bits of this torch: where its kernel rounds otherwise than the native one
     (another processor, another build), fp32 spans go through torch's own."""
@@ -125,6 +106,9 @@ def _copied(span: StateSpan) -> StateSpan:
             assert isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)
             new.copy_(old)
     return into
+
+
+# -- The reference ---------------------------------------------------------------------------------
 
 
 def reference_update_(
@@ -167,3 +151,128 @@ def _fp32_states(span: StateSpan, settings: Settings) -> list[torch.Tensor]:
         decode(state, name) if isinstance(state, State8Bit) else state
         for state, name in zip(span.states, settings.state_names, strict=True)
     ]
+
+
+# -- torch's own kernels ---------------------------------------------------------------------------
+#
+# Another processor, compiler or release may contract other sums than the native kernels do. An fp32
+# update must have the bits of the torch that it stands in for, so where they differ torch's own
+# kernel is used. torch has no Lion to be equal to.
+
+
+def is_native(settings: Settings) -> bool:
+    """Returns whether the native rule may replace torch's kernel in an fp32 update."""
+    kind: Any = type(settings)
+    return kind not in _PROBED or has_torch_bits(kind)
+
+
+@functools.cache
+def has_torch_bits(kind: Any) -> bool:
+    """Returns whether the CPU kernel of this torch rounds as the native one, by comparing them.
+
+    kind: of `Settings`
+    """
+    source = torch.Generator().manual_seed(0)
+    numel = 16 * 64 + 15  # Vectors of any width and a tail of any length.
+    for settings in _PROBED[kind]:
+        ours = torch.randn(2 + len(settings.state_names), numel, generator=source)
+        ours[-1] = ours[-1].square()  # A second moment has no sign; others do not mind.
+        torchs = ours.clone()
+        span = StateSpan(ours[0], ours[1], tuple(ours[2:]))
+        apply_rule(settings.rule, [span], settings.coefficients(), grad_scale=1.0, threads=1)
+        torch_step_([torchs[0]], [torchs[1]], [list(torchs[2:])], settings)
+        if not torch.equal(ours, torchs):
+            return False
+    return True
+
+
+def torch_step_(
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[Sequence[torch.Tensor]],
+    settings: Settings,
+) -> None:
+    """One step of torch's fused kernel, in place, on any device; `states` are those of each
+    weight."""
+    by_name = [list(arrays) for arrays in zip(*states, strict=True)]
+    if isinstance(settings, AdamSettings):
+        kernel = fused_adamw_ if settings.is_decoupled else fused_adam_
+        step = torch.tensor(float(settings.step), device=weights[0].device)
+        kernel(
+            list(weights), list(gradients), *by_name, [], [step] * len(weights), lr=settings.lr,
+            beta1=settings.beta1, beta2=settings.beta2, weight_decay=settings.weight_decay,
+            eps=settings.eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+        )  # fmt: skip
+    else:
+        assert isinstance(settings, SGDSettings)
+        fused_sgd_(
+            list(weights), list(gradients), by_name[0] if by_name else [],
+            weight_decay=settings.weight_decay, momentum=settings.momentum, lr=settings.lr,
+            dampening=settings.dampening, nesterov=settings.nesterov, maximize=False,
+            is_first_step=settings.step == 1,
+        )  # fmt: skip
+
+
+# -- The native kernels ----------------------------------------------------------------------------
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets of this processor and build, the widest first. The first is used."""
+    return list(_core.update.instruction_sets())
+
+
+def apply_rule(
+    rule: str,
+    spans: Sequence[StateSpan],
+    coefficients: Sequence[float],
+    *,
+    grad_scale: float,
+    threads: int | None,
+    digests: Sequence[_core.PageDigests] = (),
+) -> int:
+    """Runs a native rule over spans of one format.
+
+    `coefficients` are rounded to fp32. Releases the GIL; `threads` None is what `threads_here`
+    says. `digests`: see `_core.update.apply`. Returns how many scaled gradients were not finite.
+    Raises UnsupportedError when INFINITY_SIMD names what is not here.
+    """
+    simd = os.environ.get(SIMD_VARIABLE, "")
+    if simd and simd not in instruction_sets():
+        raise UnsupportedError(
+            f"expected {SIMD_VARIABLE} to be one of {', '.join(instruction_sets())} on this "
+            f"machine, got {simd!r}; unset it to use the widest"
+        )
+    if not spans:
+        return 0
+    return _core.update.apply(
+        rule,
+        [_addresses(span) for span in spans],
+        list(coefficients),
+        is_split=spans[0].is_split,
+        is_gradient_bf16=spans[0].gradient.dtype is torch.bfloat16,
+        is_8bit=spans[0].is_8bit,
+        gradient_scale=grad_scale,
+        num_threads=threads or threads_here(torch.get_num_threads()),
+        simd=simd,
+        digests=digests,
+    )
+
+
+_Arrays = tuple[int, int, list[int]]
+
+
+def _addresses(span: StateSpan) -> tuple[_Arrays, _Arrays, int, int]:
+    arrays = _changed(span)
+    into = arrays if span.into is None else _changed(span.into)
+    return arrays, into, span.gradient.data_ptr(), span.weight.numel()
+
+
+def _changed(span: StateSpan) -> _Arrays:
+    residual = 0 if span.residual is None else span.residual.data_ptr()
+    states: list[int] = []
+    for state in span.states:
+        if isinstance(state, State8Bit):
+            states += (state.codes.data_ptr(), state.scales.data_ptr())
+        else:
+            states.append(state.data_ptr())
+    return span.weight.data_ptr(), residual, states

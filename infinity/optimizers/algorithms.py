@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -10,11 +11,7 @@ from typing_extensions import override
 
 from infinity.errors import ConfigError
 from infinity.modules.autograd.param import OffloadedParam
-from infinity.ops.adam import AdamSettings
-from infinity.ops.adamw import AdamWSettings
-from infinity.ops.lion import LionSettings
-from infinity.ops.optimizers import Settings
-from infinity.ops.sgd import SGDSettings
+from infinity.ops.rules import AdamSettings, AdamWSettings, LionSettings, Settings, SGDSettings
 from infinity.optimizers.offloaded import (
     OffloadedOptimizer,
     check_betas,
@@ -38,8 +35,7 @@ class AdamW(OffloadedOptimizer):
 
     name: ClassVar[str] = "adamw"
     moments: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq"})
-    _rule: ClassVar[type[AdamWSettings | AdamSettings]] = AdamWSettings
-    _last: tuple[tuple[float, ...], int, Settings] | None = None
+    _rule: ClassVar[type[AdamSettings]] = AdamWSettings
 
     @override
     def __init__(
@@ -79,12 +75,18 @@ class AdamW(OffloadedOptimizer):
     @override
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         beta1, beta2 = group["betas"]
-        lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), group["weight_decay"]
-        numbers = lr, float(beta1), float(beta2), eps, float(weight_decay)
-        if self._last is None or self._last[:2] != (numbers, step):
-            # Almost always the settings of the next parameter, too.
-            self._last = numbers, step, self._rule(*numbers, step)
-        return self._last[2]
+        lr, eps, weight_decay = map(float, (group["lr"], group["eps"], group["weight_decay"]))
+        rule: Any = self._rule
+        return _adam_settings(
+            rule, lr=lr, weight_decay=weight_decay, step=step,
+            beta1=float(beta1), beta2=float(beta2), eps=eps,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)  # Almost always the settings of the next parameter, too.
+def _adam_settings(rule: Any, **numbers: float) -> Settings:
+    settings: Settings = rule(**numbers)
+    return settings
 
 
 class Adam(AdamW):
@@ -96,7 +98,7 @@ class Adam(AdamW):
     """
 
     name: ClassVar[str] = "adam"
-    _rule: ClassVar[type[AdamWSettings | AdamSettings]] = AdamSettings
+    _rule: ClassVar[type[AdamSettings]] = AdamSettings
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class SGD(OffloadedOptimizer):
 class Lion(OffloadedOptimizer):
     """Lion for an offloaded model: steps of equal size along the sign of an interpolated momentum.
 
-    torch has no Lion; `infinity.ops.lion` defines the arithmetic. Set `optimizer.name = "lion"` in
+    torch has no Lion; `infinity.ops.rules` defines the arithmetic. Set `optimizer.name = "lion"` in
     the configuration of `infinity.offload`. `options`: see `OffloadedOptimizer`.
 
     Source: Chen et al., "Symbolic discovery of optimization algorithms", 2023.

@@ -19,7 +19,7 @@ from infinity.modules.autograd.param import OffloadedParam
 from infinity.modules.handles.handle import Handle
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.tiling.split import tiles_of
-from infinity.ops.optimizers import Settings
+from infinity.ops.rules import Settings
 from infinity.optimizers.clipping import Measured, clip_grad_norm_, measured
 from infinity.optimizers.state import OptimizerState
 from infinity.state.moments import moments_of

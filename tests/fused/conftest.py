@@ -15,8 +15,7 @@ KERNELS = (
     "number_kernels",
     "decode_kernels",
     "update_kernels",
-    "mean_kernels",
-    "token_sums_kernels",
+    "sum_kernels",
 )
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from infinity.fused.mean import mean_
+from infinity.fused.launches import mean_
 from infinity.ops import mean
 from tests.fused.compiled import float_operations
 from tests.fused.conftest import forget
@@ -24,7 +24,7 @@ def test_the_kernel_has_the_bits_of_the_tree(
 
 def test_a_trial_compiles_what_later_means_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    launched = Variants("infinity.fused.mean_kernels", monkeypatch, forget)
+    launched = Variants("infinity.fused.sum_kernels", monkeypatch, forget)
     for dtype in (torch.float32, torch.bfloat16):
         launched.found.clear()
         assert mean.has_bits(3, dtype, torch.device("cpu"))
@@ -48,9 +48,9 @@ def test_another_order_of_the_sum_is_noticed(
 
 
 def test_the_kernel_adds_and_scales_and_fuses_nothing(compiler: None) -> None:
-    from infinity.fused import mean_kernels
+    from infinity.fused import sum_kernels
 
     types = {"out": "*fp32", "rows": "*i32", "numel": "i64", "stride": "i64", "scale": "fp32"}
     constants = {"count": 6, "form": "F32", "program_numel": 128}
-    found = float_operations(mean_kernels.mean, types, constants)
+    found = float_operations(sum_kernels.mean, types, constants)
     assert found == Counter({"mul.rn.f32": 6, "add.rn.f32": 5})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.ops import token_sums
-from infinity.ops.token_sums import add_rows_
+from infinity.ops import experts as token_sums
+from infinity.ops.experts import add_rows_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

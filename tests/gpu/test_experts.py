@@ -11,8 +11,8 @@ import torch
 from parity.test_grouped_experts import assert_equal, bf16, both_directions, calls_of, run
 
 from infinity.modules.tiling import experts_call
-from infinity.ops import token_sums
-from infinity.ops.grouped_product import are_rows_apart
+from infinity.ops import experts as token_sums
+from infinity.ops.experts import are_rows_apart
 from tests.support.bits import same_bits
 
 pytestmark = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.ops.squares import SQUARES_NUMEL, sum_squares
+from infinity.ops.norms import SQUARES_NUMEL, sum_squares
 
 
 @pytest.mark.parametrize("numel", [1, SQUARES_NUMEL, 5_000_003])

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from infinity.fused.choice import VARIABLE
-from infinity.ops.adam import AdamSettings
-from infinity.ops.adamw import AdamWSettings
-from infinity.ops.lion import LionSettings
 from infinity.ops.on_device import update_span_
-from infinity.ops.optimizers import Settings, update_
-from infinity.ops.sgd import SGDSettings
+from infinity.ops.optimizers import update_
+from infinity.ops.rules import AdamSettings, AdamWSettings, LionSettings, Settings, SGDSettings
 from infinity.ops.span import StateSpan
 from tests.ops.state import RANGES, assert_same_bits, make_span
 

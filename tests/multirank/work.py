@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import infinity
-from infinity.ops.split_master import split
+from infinity.ops.exact import split
 from infinity.sizes import MIB
 from infinity.testing import SimulatedDevice
 from infinity.tiers.host import HostPool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.ops.native import SIMD_VARIABLE, instruction_sets
+from infinity.ops.optimizers import SIMD_VARIABLE, instruction_sets
 
 
 @pytest.fixture(params=instruction_sets())

@@ -6,14 +6,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infinity.ops.adam import AdamSettings
-from infinity.ops.adamw import AdamWSettings
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, State8Bit, encode_, num_scales
-from infinity.ops.lion import LionSettings
-from infinity.ops.optimizers import Settings
-from infinity.ops.sgd import SGDSettings
+from infinity.ops.exact import split
+from infinity.ops.rules import AdamSettings, AdamWSettings, LionSettings, Settings, SGDSettings
 from infinity.ops.span import StateSpan
-from infinity.ops.split_master import split
 
 RANGES = ("ordinary", "wide", "any bits")
 

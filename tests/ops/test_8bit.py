@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError
-from infinity.ops.adamw import AdamWSettings
 from infinity.ops.dynamic_8bit import (
     BLOCK_NUMEL,
     SMALLEST_SCALE,
@@ -23,11 +22,10 @@ from infinity.ops.dynamic_8bit import (
     encode_,
     num_scales,
 )
-from infinity.ops.lion import LionSettings
-from infinity.ops.optimizers import Settings, reference_update_, step_, update_
-from infinity.ops.sgd import SGDSettings
+from infinity.ops.exact import join, split
+from infinity.ops.optimizers import reference_update_, step_, update_
+from infinity.ops.rules import AdamWSettings, LionSettings, Settings, SGDSettings
 from infinity.ops.span import StateSpan
-from infinity.ops.split_master import join, split
 from tests.ops.state import (
     RANGES,
     adams,
@@ -316,7 +314,7 @@ def test_codes_may_start_anywhere_in_memory(simd: str) -> None:
 
 
 def test_step_takes_the_native_update_whatever_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.ops.torch_kernels.has_torch_bits", lambda: False)
+    monkeypatch.setattr("infinity.ops.optimizers.has_torch_bits", lambda kind: False)
     span = make_span(300, 1, ADAMW, is_8bit=True)
     reference = clone(span)
     step_([span], ADAMW)

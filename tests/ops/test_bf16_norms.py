@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infinity.ops import bf16_norms
-from infinity.ops.bf16_norms import has_norm_of_bf16, norm_of_bf16
+from infinity.ops import norms as bf16_norms
+from infinity.ops.norms import has_norm_of_bf16, norm_of_bf16
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,10 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infinity.ops.adamw import AdamWSettings
 from infinity.ops.dynamic_8bit import State8Bit
-from infinity.ops.optimizers import Settings, update_
-from infinity.ops.sgd import SGDSettings
+from infinity.ops.optimizers import update_
+from infinity.ops.rules import AdamWSettings, Settings, SGDSettings
 from infinity.ops.span import StateSpan
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.checksums import PageDigests, digest

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinity.ops.native import SIMD_VARIABLE, apply_rule, instruction_sets
+from infinity.ops.exact import join, split
+from infinity.ops.optimizers import SIMD_VARIABLE, apply_rule, instruction_sets
 from infinity.ops.span import StateSpan
-from infinity.ops.split_master import join, split
 from tests.support.exhaustive import sampled
 
 NUM_PATTERNS = 1 << 32

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity import _core  # noqa: TID251 (its own checks are what is tested)
-from infinity.ops import squares
-from infinity.ops.squares import SQUARES_NUMEL, sum_squares
+from infinity.ops import norms as squares
+from infinity.ops.norms import SQUARES_NUMEL, sum_squares
 
 SPECIAL = [0.0, -0.0, math.inf, math.nan, 1e-45, -1e-40, 3.4e38, 1.0, -1.0]
 

@@ -25,10 +25,7 @@ from infinity.modules.tiling import experts_call
 from infinity.modules.tiling.experts import TiledExperts, tile_of
 from infinity.modules.tiling.experts_call import ExpertsCall, go_backward, go_forward
 from infinity.modules.tiling.grouped import Groups, products
-from infinity.ops.expert_pairs import Pairs
-from infinity.ops.grouped_product import try_rows
-from infinity.ops.token_sums import add_rows_
-from infinity.ops.weighted_rows import weighted
+from infinity.ops.experts import Pairs, add_rows_, try_rows, weighted
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import same_bits
 from tests.support.offloading import offloaded

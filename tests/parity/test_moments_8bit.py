@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.ops.adamw import AdamWSettings
 from infinity.ops.dynamic_8bit import State8Bit, num_scales
+from infinity.ops.exact import split
 from infinity.ops.optimizers import reference_update_
+from infinity.ops.rules import AdamWSettings
 from infinity.ops.span import StateSpan
-from infinity.ops.split_master import split
 from infinity.state.moments_8bit import GRANULE_NUMEL
 from tests.support.bits import same_bits
 from tests.support.exhaustive import sampled

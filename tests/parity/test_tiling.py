@@ -35,7 +35,7 @@ from infinity.checkpoint import save as save_checkpoint
 from infinity.errors import CapacityError, ConfigError, InfinityError
 from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear
 from infinity.modules.tiling.split import Tiling, named_parameters_of
-from infinity.ops.split_master import split
+from infinity.ops.exact import split
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences, same_bits
 from tests.support.exhaustive import sampled

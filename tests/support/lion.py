@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from infinity.ops.lion import LionSettings
 from infinity.ops.optimizers import reference_update_
+from infinity.ops.rules import LionSettings
 from infinity.ops.span import StateSpan
 
 
@@ -28,7 +28,11 @@ class PlainLion(torch.optim.Optimizer):
                 state["step"] = state.get("step", 0) + 1
                 beta1, beta2 = group["betas"]
                 settings = LionSettings(
-                    float(group["lr"]), beta1, beta2, group["weight_decay"], state["step"]
+                    lr=float(group["lr"]),
+                    beta1=beta1,
+                    beta2=beta2,
+                    weight_decay=group["weight_decay"],
+                    step=state["step"],
                 )
                 arrays = (parameter.view(-1), parameter.grad.view(-1), (state["exp_avg"].view(-1),))
                 reference_update_([StateSpan(*arrays)], settings)

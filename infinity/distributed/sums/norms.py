@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from infinity.ops.squares import SQUARES_NUMEL, num_roots, roots_of, sum_squares, tree_sum
+from infinity.ops.norms import SQUARES_NUMEL, num_roots, roots_of, sum_squares, tree_sum
 from infinity.state.partition import ShardSlice
 from infinity.state.units import STATE_GRANULE, TensorSpec
 from infinity.streaming.gradients.tensors import CompleteSums

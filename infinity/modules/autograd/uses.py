@@ -22,7 +22,7 @@ from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.observe import Tracer, Track
-from infinity.ops.optimizers import Settings
+from infinity.ops.rules import Settings
 from infinity.private.torch import is_any_autocast_enabled, peek_interpreter_stack
 from infinity.state.units import TensorSpec, Unit
 from infinity.storage.protocol import Priority

@@ -42,10 +42,7 @@ from typing_extensions import override
 from infinity.modules.autograd.threads import Modes
 from infinity.modules.tiling.grouped import Groups, products
 from infinity.modules.tiling.peft_experts import Adaptation
-from infinity.ops.expert_pairs import Pairs
-from infinity.ops.grouped_product import are_rows_apart
-from infinity.ops.token_sums import add_rows_
-from infinity.ops.weighted_rows import weighted
+from infinity.ops.experts import Pairs, add_rows_, are_rows_apart, weighted
 from infinity.private.torch import will_engine_execute_node
 
 Recipe = tuple[str, int, Callable[..., Any]]  # An attribute; number and `shown` of its adaptation.

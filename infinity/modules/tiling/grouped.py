@@ -5,7 +5,7 @@ are ordered by expert already. It knows of a class what transformers' decorator 
 
 Note [One result]
   A row's product does not depend on the rows of other experts or micro-batches where a trial has
-  shown that of the device (`ops/grouped_product.py`). There the rows of several micro-batches share
+  shown that of the device (`ops/experts.py`). There the rows of several micro-batches share
   a product. Elsewhere each micro-batch has its own.
   Sums over rows (gradients of adapters) are one group for each expert and micro-batch, so they have
   the bits of a micro-batch by itself.
@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from infinity.modules.tiling.peft_experts import Adaptation
-from infinity.ops.expert_pairs import Pairs
+from infinity.ops.experts import Pairs
 
 _ALIGNMENT_NBYTES = 16  # Of the rows of the matrices of a grouped product.
 

@@ -25,7 +25,7 @@ Note [Narrow sums]
   Where each parameter of a unit gets one gradient a step, in bf16, from a device with memory of its
   own, there is nothing to sum, and gradients that rest on the host stay in bf16: half of the bytes
   cross the link, and the update reads half as many. It widens them itself, and so do norms
-  (`ops/bf16_norms.py`), so no bit changes. The last step says what this one is expected to be like.
+  (`ops/norms.py`), so no bit changes. The last step says what this one is expected to be like.
   They lie in the second half of their fp32 memory. Before anything is added to one, or one is
   changed, all of the unit are widened, in place; whoever updates with them ends before.
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.config.machine import norm_threads, threads_here
-from infinity.ops.bf16_norms import has_norm_of_bf16, norm_of_bf16
+from infinity.ops.norms import has_norm_of_bf16, norm_of_bf16
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradients.sums import flat_of, shaped
 from infinity.tiers.device import Copy

@@ -16,7 +16,8 @@ from types import MappingProxyType
 import torch
 
 from infinity.ops.dynamic_8bit import State8Bit
-from infinity.ops.optimizers import Settings, step_
+from infinity.ops.optimizers import step_
+from infinity.ops.rules import Settings
 from infinity.ops.span import StateSpan
 from infinity.state.moments_8bit import states_within
 from infinity.state.store import Transfer

@@ -21,9 +21,9 @@ from operator import itemgetter
 import torch
 
 from infinity.ops.on_device import is_updated_by_kernel, update_span_
-from infinity.ops.optimizers import Settings, step_
+from infinity.ops.optimizers import is_native, step_
+from infinity.ops.rules import Settings
 from infinity.ops.span import StateSpan
-from infinity.ops.torch_kernels import is_native
 from infinity.tiers.device import Copy, DeviceAdapter
 
 # Elements on the device at once, three times: arrays of 16 bytes each, and for the reference ten

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from infinity.ops.split_master import join, split
+from infinity.ops.exact import join, split
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
 from infinity.state.store import StateStore, Transfer, await_end
 from infinity.state.units import StateKind, TensorSpec, Unit

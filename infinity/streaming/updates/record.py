@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from infinity.ops.optimizers import Settings
+from infinity.ops.rules import Settings
 from infinity.state.units import TensorSpec
 from infinity.tiers.device import DeviceAdapter
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from infinity.ops.adamw import AdamWSettings, adamw_
+from infinity.ops.optimizers import step_
+from infinity.ops.rules import AdamWSettings
+from infinity.ops.span import StateSpan
 from infinity.sizes import MIB, PAGE_NBYTES, align_down, format_nbytes
 from infinity.storage.arena import Arena
 from infinity.tiers.device import Copy, DeviceAdapter
@@ -122,7 +124,7 @@ def optimizer_pass(arena: Arena) -> Contender:
     return timed(
         "adamw",
         28 * weight.numel(),
-        lambda: adamw_([weight], [gradient], [exp_avg], [exp_avg_sq], _SETTINGS),
+        lambda: step_([StateSpan(weight, gradient, (exp_avg, exp_avg_sq))], _SETTINGS),
         prepare=prepared,
         compare=lambda: torch.equal(weight[-len(start) :], _stepped(start)),
     )

@@ -155,8 +155,8 @@ def _explain_torch_operations(index: int) -> dict[str, str]:
 
     from infinity.codecs import AffineGroups, FloatBlocks, TableBlocks, mxfp4
     from infinity.codecs.on_device import explain_refusal
-    from infinity.ops.adamw import AdamWSettings
     from infinity.ops.on_device import explain_refusal as explain_update
+    from infinity.ops.rules import AdamWSettings
 
     recipe = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
     device = torch.device("cuda", index)

@@ -1,13 +1,13 @@
-"""The Triton kernel that takes the mean of ranks' gradients: one pass, in the order of
-distributed/sums/ordered_sum.py.
+"""The Triton kernels of sums: the mean of ranks' gradients, and experts' rows per token.
 
-Every product and sum is rounded: the launch forbids to contract them.
+The mean is one pass, in the order of distributed/sums/ordered_sum.py; every product and sum is
+rounded: its launch forbids to contract them.
 """
 
 import triton
 import triton.language as tl
 
-from infinity.fused.number_kernels import widened
+from infinity.fused.number_kernels import rounded, store_rounded, widened
 
 # Nothing is compiled apart for these: a trial compiles what every later launch runs.
 _ARRAYS = ("out", "rows", "numel", "stride")
@@ -42,3 +42,26 @@ def mean(
     offset = tl.program_id(0).to(tl.int64) * program_numel + tl.arange(0, program_numel)
     mask = offset < numel
     tl.store(out + offset, _tree(rows, offset, mask, stride, scale, 0, count, form), mask=mask)
+
+
+@triton.jit
+def add_rows(
+    out, rows, by_token, ends, width,
+    form: tl.constexpr, is_last_first: tl.constexpr, program_numel: tl.constexpr,
+):  # fmt: skip
+    """Adds experts' rows per token: a program for a token and some columns. out, rows: bits (int32
+    or int16) of numbers of `form`, rows of `width` numbers."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * program_numel + tl.arange(0, program_numel)
+    mask = column < width
+    first, end = tl.load(ends + token), tl.load(ends + token + 1)
+    if first < end:
+        at = out + token * width
+        total = widened(tl.load(at + column, mask=mask, other=0).to(tl.int32), form)
+        for number in range(first, end):
+            place = end - 1 - (number - first) if is_last_first else number
+            row = rows + tl.load(by_token + place).to(tl.int64) * width
+            bits = tl.load(row + column, mask=mask, other=0).to(tl.int32)
+            sum_ = total + widened(bits, form)
+            total = widened(rounded(sum_, form), form)
+        store_rounded(at, column, total, mask, form)
