@@ -17,8 +17,8 @@ from gpu_common import Sizes
 from rich.console import Console
 
 from infinity.codecs import AffineGroups, FloatBlocks, TableBlocks, mxfp4, nvfp4, on_device
-from infinity.codecs.batches import WeightPlace, batches_of, places_on
-from infinity.codecs.part import FusedCodec, Shape
+from infinity.codecs.on_device import FusedCodec, WeightPlace, batches_of, places_on
+from infinity.codecs.part import Shape
 
 FORMATS: dict[str, FusedCodec] = {
     "INT4, groups of 32": AffineGroups(),

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from typing_extensions import override
 
-from infinity.codecs import native, on_device
-from infinity.codecs.packing import WORD_BITS, Packing, packed, packed_shape, unpacked
+from infinity.codecs.codes import as_int32
+from infinity.codecs.on_device import FusedCodec
+from infinity.codecs.packing import WORD_BITS, Packing, packed, packed_shape
 from infinity.codecs.part import (
     Encoding,
-    FusedCodec,
     Shape,
     StoredPart,
-    check_decode,
     check_encode,
     even_rows,
     flat_bytes,
     matrix_of,
-    typed,
 )
+from infinity.codecs.rounding import FLOAT_DTYPES
 from infinity.errors import ConfigError
-from infinity.fused.decode import CodeForm, FourBits
+from infinity.fused.decode import CodeLayout
 
 Layout = Literal["ROWS", "BYTES", "GPTQ", "AWQ"]
-
-_FOUR = 4
-_VALUES = tuple(float(code - 8) for code in range(16))
-_SCALE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,66 +125,21 @@ class AffineGroups(FusedCodec):
         """What is added to words of zeros: one in each of their fields."""
         return sum(1 << shift for shift in range(0, WORD_BITS, self.bits)) * self.is_raised
 
-    def _named(
-        self, parts: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Returns (codes, scales, zeros, order)."""
-        others = list(parts[2:])
-        zeros = others.pop(0) if self.has_zeros else None
-        return parts[0], parts[1], zeros, others.pop(0) if self.has_order else None
-
     @override
-    def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
-        check_decode(self, parts, shape, out)
-        if not native.runs(parts, out):
-            on_device.decode(self, parts, shape, out)
-            return
-        codes, scales, zeros, order = self._named(parts)
+    def code_layout(self, shape: Shape) -> CodeLayout:
         names = _LAYOUTS[self.layout]
-        if (self.bits, self.layout, order) == (_FOUR, "ROWS", None) and not shape[-1] % 8:
-            native.decode_four_bits(
-                codes, scales, shape, out, group=self.group, scale=self.scale, values=_VALUES,
-                product=self.scale, zeros=zeros,
-            )  # fmt: skip
-            return
-        turned = out.transpose(-1, -2) if names.is_transposed else out
-        native.decode_affine(
-            codes, scales, self._stored(shape), turned, scale=self.scale, bits=self.bits,
-            group=self.group, are_groups_down=names.is_transposed, packing=names.codes[1],
-            zeros=zeros, zeros_packing=names.zeros[1], raised=self._raise, order=order,
+        block = (self.group, 1) if names.is_transposed else (1, self.group)
+        return CodeLayout(
+            self._stored(shape), "INT", self.scale, block, product=self.scale,
+            packing=names.codes[1], bits=self.bits, is_transposed=names.is_transposed,
+            zeros=names.zeros[1] if self.has_zeros else "",
+            raised=self._raise, has_order=self.has_order,
         )  # fmt: skip
 
     @property
     @override
     def trial_shapes(self) -> tuple[Shape, ...]:
         return ((2, 35, 3 * math.lcm(self.group, 8)),)
-
-    @override
-    def form(self, shape: Shape) -> CodeForm | None:
-        is_plain = (self.bits, self.layout) == (_FOUR, "ROWS") and not shape[-1] % 8
-        if not is_plain or self.has_zeros or self.has_order:
-            return None
-        return FourBits(self.group, "INT4", self.scale, self.scale)
-
-    @override
-    def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
-        codes, scales, zeros, order = self._named(parts)
-        names, stored = _LAYOUTS[self.layout], self._stored(shape)
-        rows, columns, groups = math.prod(stored[:-1]), stored[-1], self._groups(shape[-1])
-        grid = (groups, columns) if names.is_transposed else (rows, groups)
-        numbers = unpacked(codes, names.codes[1], self.bits, rows, columns).to(torch.int16)
-        which = torch.arange(shape[-1], device=codes.device) // self.group
-        if order is not None:
-            which = typed(order, torch.int32).clamp(0, groups - 1)
-        axis = 0 if names.is_transposed else 1
-        steps = typed(scales, _SCALE_DTYPES[self.scale]).view(grid).index_select(axis, which)
-        if zeros is None:
-            return ((numbers - self._middle).to(steps.dtype) * steps).view(stored)
-        if self.is_raised:
-            zeros = flat_bytes(typed(zeros, torch.int32) + _as_int32(self._raise))
-        of_groups = unpacked(zeros, names.zeros[1], self.bits, *grid).to(torch.int16)
-        value = (numbers - of_groups.index_select(axis, which)).to(steps.dtype) * steps
-        return value.transpose(0, 1) if names.is_transposed else value.view(shape)
 
     def encode(self, weight: torch.Tensor) -> Encoding:
         """As `Codec.encode`: the scale of a group is its largest magnitude / (2^(bits - 1) - 0.5),
@@ -220,7 +169,7 @@ class AffineGroups(FusedCodec):
         if self.has_zeros:
             stored = packed(zeros.to(torch.uint8).contiguous(), names.zeros[1], self.bits)
             if self.is_raised:
-                stored = flat_bytes(stored.view(torch.int32) - _as_int32(self._raise))
+                stored = flat_bytes(stored.view(torch.int32) - as_int32(self._raise))
             parts.append(stored)
         if order is not None:
             parts.append(flat_bytes((order.argsort() // self.group).int()))
@@ -230,7 +179,7 @@ class AffineGroups(FusedCodec):
 
     def _scales_of(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (scales as stored, zeros in fp32) of groups in the last dimension."""
-        dtype, most = _SCALE_DTYPES[self.scale], (1 << self.bits) - 1
+        dtype, most = FLOAT_DTYPES[self.scale], (1 << self.bits) - 1
         if not self.has_zeros:
             largest = groups.abs().amax(dim=-1)
             exact = torch.where(largest == 0, 1.0, largest / (most / 2))
@@ -258,7 +207,3 @@ class AffineGroups(FusedCodec):
         if self.has_order:
             ranges.append((0, others[-1].nbytes))
         return tuple(ranges)
-
-
-def _as_int32(word: int) -> int:
-    return word - (1 << WORD_BITS) if word >> (WORD_BITS - 1) else word

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from typing_extensions import override
 
-from infinity.codecs import native, on_device
+from infinity.codecs.codes import scales_of
+from infinity.codecs.on_device import FusedCodec
 from infinity.codecs.part import (
     Encoding,
-    FusedCodec,
     Shape,
     StoredPart,
-    check_decode,
     check_encode,
     even_rows,
     flat_bytes,
     matrix_of,
-    typed,
 )
-from infinity.codecs.rounding import exponents_of, fp32_to_e8m0, scales_to_fp32
+from infinity.codecs.rounding import exponents_of, fp32_to_e8m0
 from infinity.errors import ConfigError
-from infinity.fused.decode import CodeForm, EightBits, FourBits
+from infinity.fused.decode import CodeLayout
 
 MX_BLOCK = 32
 NVFP4_BLOCK = 16
-# By code of E2M1: sign, two bits of exponent, one of mantissa.
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_VALUES = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
 _LARGEST = {"E4M3": 448.0, "E2M1": 6.0}
 _SMALLEST_E4M3 = 2.0**-9
 _LARGEST_EXPONENT = 2  # Of E2M1: 6 is 1.5 x 2^2.
@@ -111,22 +105,14 @@ class FloatBlocks(FusedCodec):
         return -(-stored[-2] // rows), -(-stored[-1] // columns)
 
     @override
-    def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
-        check_decode(self, parts, shape, out)
-        if not native.runs(parts, out):
-            on_device.decode(self, parts, shape, out)
-            return
-        codes, scales, *of_matrices = parts
-        stored, turned = self._stored(shape), self._turned(out)
-        if self.element == "E4M3":
-            block = self._block(stored)
-            native.decode_fp8(codes, scales, stored, turned, block=block, scale=self.scale)
-        else:
-            native.decode_four_bits(
-                codes, scales, stored, turned, group=self.block[1], scale=self.scale,
-                values=E2M1_VALUES, global_scales=of_matrices[0] if of_matrices else None,
-                is_divided=self.global_scale == "OVER",
-            )  # fmt: skip
+    def code_layout(self, shape: Shape) -> CodeLayout:
+        stored = self._stored(shape)
+        is_byte = self.element == "E4M3"
+        return CodeLayout(
+            stored, self.element, "F8_E8M0" if self.scale in _POWERS else self.scale,
+            self._block(stored), packing="BYTES" if is_byte else "ROWS", bits=8 if is_byte else 4,
+            is_transposed=self.is_transposed, global_scale=self.global_scale,
+        )  # fmt: skip
 
     @property
     @override
@@ -135,44 +121,6 @@ class FloatBlocks(FusedCodec):
             return (self._stored((2, 35, 3 * self.block[1])),)
         rows, columns = (min(length, 128) for length in self.block)
         return (2, max(rows, 1), max(columns, 1)), (2, rows + 5, columns + 70)
-
-    @override
-    def form(self, shape: Shape) -> CodeForm | None:
-        scale = "F8_E8M0" if self.scale in _POWERS else self.scale
-        if self.element == "E4M3":
-            return EightBits(self._block(shape), scale)
-        return FourBits(
-            self.block[1], "E2M1", scale, "F32",
-            is_transposed=self.is_transposed, global_scale=self.global_scale,
-        )  # fmt: skip
-
-    @override
-    def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
-        stored = self._stored(shape)
-        if self.element == "E4M3":
-            numbers = typed(parts[0], torch.float8_e4m3fn).float()
-        else:
-            codes = torch.stack([parts[0] & 15, parts[0] >> 4], dim=-1)
-            numbers = torch.tensor(E2M1_VALUES, device=codes.device)[codes.int()]
-        scales = self._with_global(scales_to_fp32(parts[1], self.scale), parts[2:], stored)
-        return self._turned(numbers.view(stored) * self._spread(scales, stored))
-
-    def _with_global(
-        self, scales: torch.Tensor, parts: Sequence[torch.Tensor], stored: Shape
-    ) -> torch.Tensor:
-        if not parts:
-            return scales
-        scales = scales.view(*stored[:-2], *self._grid(stored))
-        of_matrices = typed(parts[0], torch.float32).view(*stored[:-2], 1, 1)
-        return scales / of_matrices if self.global_scale == "OVER" else scales * of_matrices
-
-    def _spread(self, scales: torch.Tensor, stored: Shape) -> torch.Tensor:
-        """Repeats every scale over its block: (..., rows, columns)."""
-        grid = scales.view(*stored[:-2], *self._grid(stored))
-        rows, columns = self._block(stored)
-        row_of = torch.arange(stored[-2], device=scales.device) // rows
-        column_of = torch.arange(stored[-1], device=scales.device) // columns
-        return grid.index_select(-2, row_of).index_select(-1, column_of)
 
     def encode(self, weight: torch.Tensor) -> Encoding:
         """As `Codec.encode`: the scale of a block is its largest magnitude / that of a code, or 1;
@@ -192,14 +140,15 @@ class FloatBlocks(FusedCodec):
                 flat_bytes(1.0 / of_matrix if self.global_scale == "OVER" else of_matrix)
             ]
         scales = self._scales_of(largest)
-        wide_scales = scales_to_fp32(flat_bytes(scales), self.scale)
-        spread = self._spread(self._with_global(wide_scales, of_matrices, stored), stored)
+        layout, parts = self.code_layout(tuple(weight.shape)), [flat_bytes(scales), *of_matrices]
+        named = dict(zip(layout.part_names[1:], parts, strict=True))
+        wide, spread = wide.reshape(layout.matrices), scales_of(layout, named)
         if self.element == "E4M3":
             limit = _LARGEST["E4M3"]
             codes = (wide / spread).clamp(-limit, limit).to(torch.float8_e4m3fn)
         else:
             codes = _e2m1_codes(wide.double() / spread.double())
-        return Encoding(self, (flat_bytes(codes), flat_bytes(scales), *of_matrices), {})
+        return Encoding(self, (flat_bytes(codes), *parts), {})
 
     def _scales_of(self, largest: torch.Tensor) -> torch.Tensor:
         """Returns the scales, as stored, for the largest magnitudes of the blocks."""

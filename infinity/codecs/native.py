@@ -8,16 +8,16 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from infinity import _core
-from infinity.codecs.packing import Packing
 from infinity.codecs.part import OUT_DTYPES, Shape
 from infinity.config.machine import threads_here
 from infinity.errors import UnsupportedError
+from infinity.fused.decode import CodeLayout
 
 SIMD_VARIABLE = "INFINITY_SIMD"
 
@@ -47,97 +47,47 @@ def _is_uniform(out: torch.Tensor) -> bool:
     return all(outer[1] == inner[1] * inner[0] for outer, inner in itertools.pairwise(leading))
 
 
-def decode_fp8(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    shape: Shape,
+def decode(
+    layout: CodeLayout,
+    parts: Mapping[str, torch.Tensor],
     out: torch.Tensor,
-    *,
-    block: tuple[int, int],
-    scale: str,
-) -> None:
-    """Decodes codes E4M3, of which `block` (no zeros) rows and columns share a scale."""
-    _core.decode.fp8(
-        codes.data_ptr(),
-        scales.data_ptr(),
-        scale,
-        _matrices(shape),
-        _output(out),
-        block=block,
-        num_threads=threads_here(torch.get_num_threads()),
-        simd=_simd(),
-    )
-
-
-def decode_four_bits(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    shape: Shape,
-    out: torch.Tensor,
-    *,
-    group: int,
-    scale: str,
     values: Sequence[float],
-    product: str = "F32",
-    is_high_first: bool = False,
-    global_scales: torch.Tensor | None = None,
-    is_divided: bool = False,
-    zeros: torch.Tensor | None = None,
 ) -> None:
-    """Decodes codes of 16 `values`, of which `group` share a scale; `product` is the dtype that
-    value * scale is rounded to first. Scales are multiplied by the fp32 global scale of their
-    matrix, or divided by it. With `zeros`, packed by columns, values are code - zero."""
-    _core.decode.four_bits(
-        codes.data_ptr(),
-        scales.data_ptr(),
-        scale,
+    """Decodes codes.
+
+    parts: by the names of `layout.part_names`; scales that were nested are fp32
+    values: the numbers of the 16 codes of four bits; of integers those without a zero
+    """
+    shape, (rows, columns) = layout.shape, layout.block
+    out = out.transpose(-1, -2) if layout.is_transposed else out
+    if layout.packing == "PAIRS" and out.is_contiguous():
+        shape, out = (1, out.numel()), out.view(1, -1)
+    elif len(shape) == 1:
+        shape, out = (1, *shape), out[None]
+    operands = (
+        parts["codes"].data_ptr(),
+        parts["scales"].data_ptr(),
+        "F32" if layout.nested_block else layout.scale,
         _matrices(shape),
         _output(out),
-        group=group,
-        values=values,
-        is_high_first=is_high_first,
-        product_format=product,
-        global_scales=_address(global_scales),
-        is_divided=is_divided,
-        zeros=_address(zeros),
-        num_threads=threads_here(torch.get_num_threads()),
-        simd=_simd(),
     )
-
-
-def decode_affine(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    shape: Shape,
-    out: torch.Tensor,
-    *,
-    scale: str,
-    bits: int,
-    group: int,
-    are_groups_down: bool,
-    packing: Packing,
-    zeros: torch.Tensor | None,
-    zeros_packing: Packing,
-    raised: int,
-    order: torch.Tensor | None,
-) -> None:
-    """Decodes `AffineGroups`, in the shape of the stored matrix, of whose rows (`are_groups_down`)
-    or columns `group` share a scale. `raised` is added to words of zeros."""
-    _core.decode.affine(
-        codes.data_ptr(),
-        scales.data_ptr(),
-        scale,
-        _matrices(shape),
-        _output(out),
-        bits=bits,
-        group=group,
-        are_groups_down=are_groups_down,
-        packing=packing,
-        zeros=(_address(zeros), zeros_packing, raised),
-        order=_address(order),
-        num_threads=threads_here(torch.get_num_threads()),
-        simd=_simd(),
-    )
+    threads, simd = threads_here(torch.get_num_threads()), _simd()
+    if layout.values == "E4M3":
+        _core.decode.fp8(*operands, block=layout.block, num_threads=threads, simd=simd)
+    elif layout.has_pairs:
+        _core.decode.four_bits(
+            *operands, group=columns, values=values, is_high_first=layout.packing == "PAIRS",
+            product_format=layout.product, global_scales=_address(parts.get("global")),
+            is_divided=layout.global_scale == "OVER", zeros=_address(parts.get("zeros")),
+            num_threads=threads, simd=simd,
+        )  # fmt: skip
+    else:
+        _core.decode.affine(
+            *operands, bits=layout.bits, group=rows if layout.is_transposed else columns,
+            are_groups_down=layout.is_transposed, packing=layout.packing,
+            zeros=(_address(parts.get("zeros")), layout.zeros or "ROWS", layout.raised),
+            order=_address(parts.get("order")), num_threads=threads, simd=simd,
+        )  # fmt: skip
 
 
 def decode_blocks(codes: torch.Tensor, shape: Shape, out: torch.Tensor, **layout: Any) -> None:

@@ -1,4 +1,5 @@
-"""How the weights of a block are decoded on a device: worked out once, carried out often.
+"""The weights among the stored bytes of a block, and how they are decoded on a device: worked out
+once, carried out often, a batch of equal weights by one launch.
 
 A codec has a reference, and may have a Triton kernel for CUDA devices, which is tried first.
 """
@@ -7,22 +8,172 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
-from infinity.codecs.batches import DecodeBatch, WeightPlace, batches_of, places_on
-from infinity.codecs.part import FusedCodec, Shape
+from infinity.codecs import native
+from infinity.codecs.codes import decode_natively, values_of
+from infinity.codecs.part import Codec, Decoder, Shape, check_decode, check_sizes
 from infinity.codecs.rounding import decode_by_values
 from infinity.errors import ConfigError
 from infinity.fused.choice import Trials
-from infinity.fused.decode import ALIGNMENT, launch_of, place_of
+from infinity.fused.decode import (
+    ALIGNMENT,
+    MOST_WEIGHTS,
+    CodeLayout,
+    DecodeLaunch,
+    launch_of,
+    place_of,
+)
 from infinity.sizes import align_up
 
 trials = Trials()
 _TRIAL_WEIGHTS = 3
 _TRIAL_COLUMNS = 1100  # More than a tile has.
 _WORD = 8  # Codes that a thread may read as one.
+
+
+class FusedCodec(Codec):
+    """A codec of codes and scales. It has a Triton kernel for some of its layouts at least."""
+
+    @abstractmethod
+    def code_layout(self, shape: Shape) -> CodeLayout:
+        """Returns how a weight of this shape is stored."""
+
+    @property
+    def offset(self) -> float:
+        """An fp32 number of each weight that is added to scales that are nested: that of NF4."""
+        return 0.0
+
+    @property
+    @abstractmethod
+    def trial_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of weights that show the borders of groups, blocks and tiles: one for each kernel
+        that decodes the codec's weights. The last one is like those of most checkpoints."""
+
+    @property
+    def trial_codecs(self) -> tuple[FusedCodec, ...]:
+        """Codecs that differ in `offset` only. Equal for all codecs that one kernel decodes."""
+        return (self,)
+
+    @override
+    def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
+        check_decode(self, parts, shape, out)
+        if native.runs(parts, out):
+            decode_natively(self.code_layout(shape), parts, out, self.offset)
+        else:
+            decode(self, parts, shape, out)
+
+    @override
+    def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
+        return values_of(self.code_layout(shape), parts, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlace:
+    """One weight: the bytes that make it in a block, and its elements in other memory.
+
+    parts: (offset, length) in bytes of each part in the block
+    start: the offset in elements of the first one in that memory; stride: of the others
+    """
+
+    codec: Decoder
+    shape: Shape
+    parts: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    start: int
+    stride: tuple[int, ...]
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the first element lies at a multiple of what a thread stores at once."""
+        return self.start * self.dtype.itemsize % ALIGNMENT == 0
+
+    def stored_in(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the bytes of each part in a block: uint8."""
+        return [block[start : start + nbytes] for start, nbytes in self.parts]
+
+    def elements_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns the weight in memory of its dtype."""
+        return memory[self.start :].as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Weights of one shape, dtype and strides, and of one codec but for its `offset`.
+
+    launch: decodes all of them; None if no Triton kernel can
+    """
+
+    weights: tuple[WeightPlace, ...]
+    launch: DecodeLaunch | None
+
+    @property
+    def first(self) -> WeightPlace:
+        """A weight like the others."""
+        return self.weights[0]
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """Returns the row of each weight in the table of the launch."""
+        rows = []
+        for weight in self.weights:
+            assert isinstance(weight.codec, FusedCodec)
+            starts = [offset_nbytes for offset_nbytes, _ in weight.parts]
+            rows.append(place_of(weight.start, weight.codec.offset, starts))
+        return rows
+
+    def decode_one_by_one(self, block: torch.Tensor, memory: torch.Tensor) -> None:
+        """Decodes the weights by their codecs, from bytes of `block` to `memory` (both uint8)."""
+        elements = memory.view(self.first.dtype)
+        for weight in self.weights:
+            stored, target = weight.stored_in(block), weight.elements_in(elements)
+            weight.codec.decode(stored, weight.shape, target)
+
+    def decode_at_once(
+        self, block: torch.Tensor, memory: torch.Tensor, places: torch.Tensor
+    ) -> None:
+        """Decodes the weights by one launch. `places`: `rows` on the device of the other two."""
+        assert self.launch is not None
+        parts = [block] * len(self.first.parts)
+        self.launch.run(parts, places, memory.view(self.first.dtype))
+
+
+def batches_of(weights: Iterable[WeightPlace]) -> tuple[DecodeBatch, ...]:
+    """Returns batches with each of the weights in one of them.
+
+    Raises ConfigError if a codec needs other numbers of bytes.
+    """
+    alike: defaultdict[Hashable, list[WeightPlace]] = defaultdict(list)
+    for weight in weights:
+        codec = weight.codec
+        if isinstance(codec, FusedCodec):
+            check_sizes(codec, [nbytes for _, nbytes in weight.parts], weight.shape)
+        kind = codec.trial_codecs if isinstance(codec, FusedCodec) else codec
+        alike[kind, weight.shape, weight.dtype, weight.stride].append(weight)
+    return tuple(
+        DecodeBatch(tuple(group[start : start + MOST_WEIGHTS]), _launch(group))
+        for group in alike.values()
+        for start in range(0, len(group), MOST_WEIGHTS)
+    )
+
+
+def _launch(weights: Sequence[WeightPlace]) -> DecodeLaunch | None:
+    first = weights[0]
+    if not isinstance(first.codec, FusedCodec):
+        return None
+    is_aligned = all(weight.is_aligned for weight in weights)
+    form = first.codec.code_layout(first.shape)
+    return launch_of(form, first.shape, first.stride, first.dtype, is_aligned=is_aligned)
+
+
+def places_on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """Returns rows of a table as one tensor on the device."""
+    return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
 def decode(
@@ -33,7 +184,7 @@ def decode(
     is_there = device.type == "cuda" and all(part.device == device for part in parts)
     is_aligned = out.data_ptr() % ALIGNMENT == 0
     launch = (
-        launch_of(codec.form(shape), shape, out.stride(), out.dtype, is_aligned=is_aligned)
+        launch_of(codec.code_layout(shape), shape, out.stride(), out.dtype, is_aligned=is_aligned)
         if is_there
         else None
     )
@@ -99,7 +250,11 @@ def _trial_weights(
         for shape in _trial_shapes(codec)
         for stride in _trial_strides(shape)
         for is_aligned in (True, False)
-        if (launch := launch_of(codec.form(shape), shape, stride, dtype, is_aligned=is_aligned))
+        if (
+            launch := launch_of(
+                codec.code_layout(shape), shape, stride, dtype, is_aligned=is_aligned
+            )
+        )
         and variant in ("", launch.variant)
     )
     span = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))

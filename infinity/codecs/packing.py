@@ -4,6 +4,7 @@
     COLUMNS  the same down a column: word w of a row of words holds numbers of the same column
     AWQ      ROWS of four bits, in which word k has columns 8k + (0, 2, 4, 6, 1, 3, 5, 7)
     BYTES    signed bytes without words; -128 is number 0
+    PAIRS    numbers of four bits one after the other over all rows, highest bits first, in bytes
 
 Words are little-endian. A number may cross the border of two words.
 """
@@ -14,7 +15,7 @@ from typing import Literal
 
 import torch
 
-Packing = Literal["ROWS", "COLUMNS", "AWQ", "BYTES"]
+Packing = Literal["ROWS", "COLUMNS", "AWQ", "BYTES", "PAIRS"]
 
 WORD_BITS = 32
 _PLACES_OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # Of columns 8k to 8k + 7 in a word.
@@ -22,7 +23,7 @@ _COLUMNS_OF_AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 _SIGN = 0x80
 
 
-def packed_shape(packing: Packing, bits: int, rows: int, columns: int) -> tuple[int, int]:
+def packed_shape(packing: str, bits: int, rows: int, columns: int) -> tuple[int, int]:
     """Returns the shape of the stored tensor of a matrix: of words, or of bytes."""
     if packing == "BYTES":
         return rows, columns
@@ -32,13 +33,16 @@ def packed_shape(packing: Packing, bits: int, rows: int, columns: int) -> tuple[
 
 
 def unpacked(
-    stored: torch.Tensor, packing: Packing, bits: int, rows: int, columns: int
+    stored: torch.Tensor, packing: str, bits: int, rows: int, columns: int
 ) -> torch.Tensor:
     """Returns the numbers of flat uint8 bytes: uint8, (rows, columns)."""
     if packing == "BYTES":
         return (stored ^ _SIGN).view(rows, columns)
-    shape = packed_shape(packing, bits, rows, columns)
+    if packing == "PAIRS":
+        pairs = torch.stack([stored >> 4, stored & 15], dim=-1)
+        return pairs.view(-1)[: rows * columns].view(rows, columns)
     if packing == "COLUMNS":
+        shape = packed_shape(packing, bits, rows, columns)
         words = stored.reshape(*shape, 4).transpose(0, 1).reshape(columns, -1)
         return _fields(words, bits, rows).transpose(0, 1)
     fields = _fields(stored.view(rows, -1), bits, columns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +11,6 @@ from typing import Protocol
 import torch
 
 from infinity.errors import ConfigError
-from infinity.fused.decode import CodeForm
 
 Shape = tuple[int, ...]
 
@@ -116,30 +114,6 @@ class Codec(Decoder, Protocol):
         Raises ConfigError for a shape that the format cannot store, and for values that are not
         finite.
         """
-
-
-class FusedCodec(Codec):
-    """A codec that has a Triton kernel, for some of its layouts at least."""
-
-    @abstractmethod
-    def form(self, shape: Shape) -> CodeForm | None:
-        """Returns how the kernel decodes a weight of this shape; None if no kernel does."""
-
-    @property
-    def offset(self) -> float:
-        """A number that the kernel takes for each weight: that of NF4."""
-        return 0.0
-
-    @property
-    @abstractmethod
-    def trial_shapes(self) -> tuple[Shape, ...]:
-        """Shapes of weights that show the borders of groups, blocks and tiles: one for each kernel
-        that decodes the codec's weights. The last one is like those of most checkpoints."""
-
-    @property
-    def trial_codecs(self) -> tuple[FusedCodec, ...]:
-        """Codecs that differ in `offset` only. Equal for all codecs that one kernel decodes."""
-        return (self,)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,10 +16,7 @@ _STEP_ROWS = 128  # A multiple of the rows that usually share a scale.
 _BITS_OF_2_TO_MINUS_127 = 0x0040_0000
 _BITS_OF_NAN = 0x7FC0_0000
 _E8M0_NAN = 255
-_SCALE_DTYPES = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def decode_by_values(
@@ -63,7 +60,7 @@ def scales_to_fp32(part: torch.Tensor, dtype: str) -> torch.Tensor:
     """Returns the numbers of a part of scales as fp32, flat. U8 are powers of two, as F8_E8M0."""
     if dtype in ("F8_E8M0", "U8"):
         return e8m0_to_fp32(part)
-    return typed(part, _SCALE_DTYPES[dtype]).float()
+    return typed(part, FLOAT_DTYPES.get(dtype, torch.float8_e4m3fn)).float()
 
 
 def exponents_of(numbers: torch.Tensor) -> torch.Tensor:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from typing_extensions import override
 
-from infinity.codecs import native, on_device
-from infinity.codecs.part import (
-    Encoding,
-    FusedCodec,
-    Shape,
-    StoredPart,
-    check_decode,
-    check_encode,
-    flat_bytes,
-    typed,
-)
-from infinity.fused.decode import FourBits
+from infinity.codecs.on_device import FusedCodec
+from infinity.codecs.part import Encoding, Shape, StoredPart, check_encode, flat_bytes
+from infinity.codecs.rounding import FLOAT_DTYPES
+from infinity.fused.decode import CodeLayout
 
 STATE_SUFFIX = ".quant_state.bitsandbytes__"  # And the kind.
 NUM_CODES = 16
@@ -74,7 +65,7 @@ class TableBlocks(FusedCodec):
     @property
     @override
     def dtype(self) -> torch.dtype:
-        return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[self.stored]
+        return FLOAT_DTYPES[self.stored]
 
     @override
     def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
@@ -93,46 +84,21 @@ class TableBlocks(FusedCodec):
         )
 
     @override
-    def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
-        check_decode(self, parts, shape, out)
-        if native.runs(parts, out):
-            values = typed(parts[2], torch.float32).tolist()
-            native.decode_four_bits(
-                parts[0], self._scales(parts), *_as_matrix(shape, out), group=self.block,
-                scale="F32", values=values, product=self.stored, is_high_first=True,
-            )  # fmt: skip
-        else:
-            on_device.decode(self, parts, shape, out)
+    def code_layout(self, shape: Shape) -> CodeLayout:
+        return CodeLayout(
+            shape, "TABLE", "F32", (1, self.block), product=self.stored, packing="PAIRS",
+            nested_block=self.nested_block,
+        )  # fmt: skip
 
     @property
     @override
     def trial_shapes(self) -> tuple[Shape, ...]:
         return (37, 2 * self.block + 1), (37, 3 * self.block)
 
-    @override
-    def form(self, shape: Shape) -> FourBits:
-        return FourBits(self.block, "TABLE", "F32", self.stored, self.nested_block)
-
     @property
     @override
     def trial_codecs(self) -> tuple[FusedCodec, ...]:
         return tuple(replace(self, offset=offset) for offset in _TRIAL_OFFSETS)
-
-    @override
-    def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
-        numel = math.prod(shape)
-        codes = torch.stack([parts[0] >> 4, parts[0] & 15], dim=-1).view(-1)[:numel]
-        table = typed(parts[2], torch.float32)
-        scales = self._scales(parts).repeat_interleave(self.block)[:numel]
-        return (table[codes.int()] * scales).to(self.dtype).view(shape)
-
-    def _scales(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the fp32 scale of every block."""
-        if not self.nested_block:
-            return typed(parts[1], torch.float32)
-        nested = typed(parts[3], torch.float32).repeat_interleave(self.nested_block)
-        table = typed(parts[4], torch.float32)
-        return table[parts[1].int()] * nested[: parts[1].numel()] + self.offset
 
     def encode(self, weight: torch.Tensor) -> Encoding:
         """As `Codec.encode`: scales are the largest magnitudes, offset by their mean if nested.
@@ -191,12 +157,6 @@ class TableBlocks(FusedCodec):
             return codes, (4 * blocks[0], 4 * blocks[1]), table
         nested = (4 * (blocks[0] // self.nested_block), 4 * -(-blocks[1] // self.nested_block))
         return codes, blocks, table, nested, (0, 4 * NUM_NESTED_CODES)
-
-
-def _as_matrix(shape: Shape, out: torch.Tensor) -> tuple[Shape, torch.Tensor]:
-    if out.is_contiguous():
-        return (1, out.numel()), out.view(1, -1)
-    return ((1, *shape), out[None]) if len(shape) == 1 else (shape, out)
 
 
 def _normalised(flat: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:

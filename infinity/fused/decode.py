@@ -29,29 +29,75 @@ _MOST_WITHIN = (1 << 31) - 1  # From the first element of a tile to its last: nu
 
 
 @dataclass(frozen=True, slots=True)
-class EightBits:
-    """Codes E4M3. `block`: rows and columns that share a scale, no zeros. `scale`: their dtype."""
+class CodeLayout:
+    """Where the codes of a weight and the numbers that belong to them lie, and what they stand for.
 
-    block: tuple[int, int]
-    scale: str
+    All decoders (native, Triton, torch operations) decode by it.
 
+    shape: of the stored matrix, or matrices: that of the weight, whose last dimensions are swapped
+        if `is_transposed`
+    values: what codes stand for: E4M3, E2M1, INT (the code less a zero), or the TABLE of a part
+    packing, bits: how codes are stored: `codecs/packing.py`; E4M3 are bytes
+    scale: the dtype of the scales; F8_E8M0 also for U8
+    block: rows and columns that share a scale, none of them 0; of PAIRS codes of the weight
+    product: the dtype that value * scale is rounded to, before it is rounded to that of the output
+    zeros: the packing of the zeros, one for each scale; "": all zeros are the middle code
+    raised: is added to words of zeros
+    has_order: an I32 per column of the weight names its group instead of its place
+    nested_block: scales that share a scale of their own, 0 if they are not nested
+    global_scale: what an fp32 number of each matrix does to its scales, TIMES or OVER; "" without
+    """
 
-@dataclass(frozen=True, slots=True)
-class FourBits:
-    """INT4, E2M1 and NF4: see the kernel. `nested_block`: NF4's scales that
-    share a scale, 0 if they are not nested. `is_transposed`: stored matrices are transposes.
-    `global_scale`: what an fp32 number of each matrix does to its scales, TIMES or OVER."""
-
-    group: int
+    shape: tuple[int, ...]
     values: str
     scale: str
-    product: str
-    nested_block: int = 0
+    block: tuple[int, int]
+    product: str = "F32"
+    packing: str = "ROWS"
+    bits: int = 4
     is_transposed: bool = False
+    zeros: str = ""
+    raised: int = 0
+    has_order: bool = False
+    nested_block: int = 0
     global_scale: str = ""
 
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """(matrices, rows, columns) as stored; codes in PAIRS are one row."""
+        if self.packing == "PAIRS":
+            return 1, 1, math.prod(self.shape)
+        return math.prod(self.shape[:-2]), self.shape[-2], self.shape[-1]
 
-CodeForm = EightBits | FourBits
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the scales of a matrix."""
+        _, rows, columns = self.matrices
+        return -(-rows // self.block[0]), -(-columns // self.block[1])
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The parts that decoding needs, in their order."""
+        others = {
+            "zeros": bool(self.zeros),
+            "order": self.has_order,
+            "table": self.values == "TABLE",
+            "nested": bool(self.nested_block),
+            "nested_map": bool(self.nested_block),
+            "global": bool(self.global_scale),
+        }
+        return ("codes", "scales", *(name for name, is_there in others.items() if is_there))
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether two codes are in a byte and each run has a scale: 16 numbers to look up."""
+        is_plain = self.packing == "PAIRS" or (self.packing == "ROWS" and self.shape[-1] % 8 == 0)
+        return self.bits == 4 and is_plain and not self.has_order
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the Triton kernel is for such codes."""
+        return self.values == "E4M3" or (self.has_pairs and not self.zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +196,7 @@ def _layout(shape: Sequence[int], stride: Sequence[int], is_transposed: bool) ->
 
 
 def launch_of(
-    form: CodeForm | None,
+    form: CodeLayout,
     shape: Sequence[int],
     stride: Sequence[int],
     dtype: torch.dtype,
@@ -160,12 +206,13 @@ def launch_of(
     """Returns the launch for weights of this shape, dtype and strides; None if no kernel decodes
     them: at least a vector, and one stride that leads from matrix to matrix. `is_aligned`: each
     output begins at a multiple of 16 bytes."""
-    if form is None or not shape or dtype not in _FORMS:
+    if not form.has_kernel or not shape or dtype not in _FORMS:
         return None
-    layout = _layout(shape, stride, isinstance(form, FourBits) and form.is_transposed)
+    has_blocks = form.values == "E4M3"
+    layout = _layout(shape, stride, form.is_transposed)
     if layout is None:
         return None
-    if isinstance(form, FourBits) and (layout.matrices == 1 or not form.global_scale):
+    if not has_blocks and (layout.matrices == 1 or not form.global_scale):
         layout = layout.as_line()  # Its groups are counted over all codes.
     rows, columns = layout.rows, layout.columns
     tile = (
@@ -173,14 +220,12 @@ def launch_of(
     )
     tiles = -(-rows // tile[0]), -(-columns // tile[1])
     within = (tile[0] - 1) * max(columns, layout.row_stride) + tile[1] * layout.column_stride
-    is_counted_wide = isinstance(form, EightBits) and max(rows, columns) > _MOST_ROWS
+    is_counted_wide = has_blocks and max(rows, columns) > _MOST_ROWS
     programs = layout.matrices * tiles[0] * tiles[1]
     if is_counted_wide or within > _MOST_WITHIN or not 0 < programs < 1 << 31:
         return None
     strides = layout.matrix_stride, layout.row_stride, layout.column_stride
-    grid = (1, 1)
-    if isinstance(form, EightBits):
-        grid = -(-rows // form.block[0]), -(-columns // form.block[1])
+    grid = form.grid if has_blocks else (1, 1)
     return DecodeLaunch(
         programs,
         (rows, columns, *strides, *tiles, *grid),
@@ -199,34 +244,23 @@ def launch_of(
     )
 
 
-def _constants_of(form: CodeForm, rows: int, columns: int) -> dict[str, object]:
-    """Returns what the kernel is compiled for, of the form and of codes of this shape."""
-    if isinstance(form, EightBits):
-        block = tuple(
-            length if length < extent else 0
-            for length, extent in zip(form.block, (rows, columns), strict=True)
-        )
-        return {
-            "values": "E4M3",
-            "scale_form": form.scale,
-            "group": 0,
-            "nested_block": 1,
-            "global_scale": "",
-            "block_rows": block[0],
-            "block_columns": block[1],
-            "product_form": "F32",
-            "width": _width(columns, block[1]),
-        }
+def _constants_of(form: CodeLayout, rows: int, columns: int) -> dict[str, object]:
+    """Returns what the kernel is compiled for, of the layout and of codes of this shape."""
+    has_blocks = form.values == "E4M3"
+    block = [
+        length if has_blocks and length < extent else 0
+        for length, extent in zip(form.block, (rows, columns), strict=True)
+    ]
     return {
-        "values": form.values,
+        "values": "INT4" if form.values == "INT" else form.values,
         "scale_form": "NESTED" if form.nested_block else form.scale,
-        "group": form.group,
+        "group": 0 if has_blocks else form.block[1],
         "nested_block": max(1, form.nested_block),
         "global_scale": form.global_scale,
-        "block_rows": 0,
-        "block_columns": 0,
+        "block_rows": block[0],
+        "block_columns": block[1],
         "product_form": form.product,
-        "width": _width(columns, form.group),
+        "width": _width(columns, block[1] if has_blocks else form.block[1]),
     }
 
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from infinity.codecs.batches import WeightPlace
+from infinity.codecs.on_device import WeightPlace
 from infinity.codecs.part import Decoder
 from infinity.sizes import KIB, PAGE_NBYTES, align_down, align_up
 from infinity.storage.protocol import FileRange

@@ -27,7 +27,7 @@ from functools import cache
 
 import torch
 
-from infinity.codecs.batches import WeightPlace
+from infinity.codecs.on_device import WeightPlace
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.sizes import PAGE_NBYTES, align_down, align_up

@@ -3,14 +3,17 @@ instructions that they are compiled to."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4, nvfp4, on_device
-from infinity.codecs.part import FusedCodec, Shape
+from infinity.codecs.on_device import FusedCodec
+from infinity.codecs.part import Shape
 from infinity.errors import UnsupportedError
 from infinity.fused import choice
-from infinity.fused.decode import ALIGNMENT, EightBits, launch_of, place_of
+from infinity.fused.decode import ALIGNMENT, launch_of, place_of
 from tests.decode.cases import bits, name_of, random_parts
 from tests.fused.compiled import float_operations
 
@@ -51,7 +54,7 @@ def decode_alone(
 ) -> None:
     """Decodes one weight by a launch, from parts in memory of their own."""
     is_aligned = out.data_ptr() % ALIGNMENT == 0
-    form, stride = codec.form(shape), out.stride()
+    form, stride = codec.code_layout(shape), out.stride()
     launch = launch_of(form, shape, stride, out.dtype, is_aligned=is_aligned)
     assert launch is not None
     launch.run(parts, torch.tensor([place_of(0, codec.offset, [0] * len(parts))]), out)
@@ -83,7 +86,7 @@ def test_an_output_may_have_strides_and_nothing_beside_it_changes(
     assert (memory[..., :3] == 7.0).all() and (memory[..., 35:] == 7.0).all()
     shape = (2, 2, 32, 64)
     strides = memory[:, :2].mT.stride()  # No one of them leads from matrix to matrix.
-    form = codec.form(shape)
+    form = codec.code_layout(shape)
     assert launch_of(form, shape, strides, out.dtype, is_aligned=True) is None
 
 
@@ -117,7 +120,7 @@ def test_no_product_is_contracted_and_no_denormal_is_flushed(compiler: None) -> 
 
     def operations(codec: FusedCodec, shape: Shape, has_e4m3: bool = True) -> set[str]:
         stride = (shape[-1], 1)
-        launch = launch_of(codec.form(shape), shape, stride, torch.bfloat16, is_aligned=True)
+        launch = launch_of(codec.code_layout(shape), shape, stride, torch.bfloat16, is_aligned=True)
         assert launch is not None
         constants = {**launch.constants, "has_e4m3": has_e4m3}
         assert not constants.pop("enable_fp_fusion") and constants.pop("num_warps") == 4
@@ -159,8 +162,8 @@ def test_a_kernel_that_passes_its_trial_is_used(
 
 
 class Wrong(FloatBlocks):
-    def form(self, shape: Shape) -> EightBits:
-        return EightBits((shape[-2], shape[-1]), self.scale)
+    def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
+        return 2 * FloatBlocks.values(self, parts, shape)
 
 
 class Broken(FloatBlocks):

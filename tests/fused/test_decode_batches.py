@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import infinity.codecs.batches as batches
 from infinity.codecs import (
     AffineGroups,
     Codec,
@@ -25,9 +24,8 @@ from infinity.codecs import (
     nvfp4,
     on_device,
 )
-from infinity.codecs.batches import WeightPlace, batches_of
-from infinity.codecs.on_device import DecodePlan
-from infinity.codecs.part import FusedCodec
+from infinity.codecs import on_device as batches
+from infinity.codecs.on_device import DecodePlan, FusedCodec, WeightPlace, batches_of
 from infinity.fused import choice
 from infinity.fused.decode import DecodeLaunch, launch_of, place_of
 from tests.decode.cases import bits
@@ -205,7 +203,7 @@ def test_offsets_may_exceed_32_bits(interpreter: None) -> None:
         part.copy_(torch.randint(256, (len(part),), dtype=torch.uint8))
     target = torch.frombuffer(memory, dtype=torch.bfloat16, offset=far + 1000, count=80)
     base = torch.frombuffer(memory, dtype=torch.uint8, offset=0, count=2)
-    launch = launch_of(codec.form(shape), shape, (16, 1), torch.bfloat16, is_aligned=False)
+    launch = launch_of(codec.code_layout(shape), shape, (16, 1), torch.bfloat16, is_aligned=False)
     assert launch is not None
     row = place_of((far + 1000) // 2, 0.0, [far + 100, far + 301])
     launch.run([base, base], torch.tensor([row]), base.view(torch.bfloat16))
