@@ -32,7 +32,7 @@ from infinity.errors import ConfigError
 from infinity.modules.reading.discover import UnitRule
 from infinity.modules.reading.empty_weights import init_empty_weights
 from infinity.modules.reading.load_plan import LoadPlan, TileRows
-from infinity.modules.tiling.peft_experts import factor_adapters
+from infinity.modules.tiling.expert_adapters import factor_adapters
 from infinity.optimizers.algorithms import SGD, Adam, AdamW, Lion
 from infinity.state.stored import StoredTensor
 from infinity.storage.shards import ShardIdentity
@@ -190,7 +190,7 @@ def factored_experts(model: nn.Module) -> nn.Module:
     `infinity.offload` does the same to a model with `LoraConfig(target_parameters=...)`. Call this
     function on a model that stays in memory to get the bits of the offloaded one. PEFT itself
     computes `(W + s B A) x`: it builds the sum for all experts of a layer, and a gradient as large.
-    The two differ by rounding (`modules/tiling/expert_factors.py`). Names, shapes and files of
+    The two differ by rounding (`modules/tiling/expert_adapters.py`). Names, shapes and files of
     the adapter are PEFT's. A model without such adapters does not change.
     """
     factor_adapters(model)

@@ -12,12 +12,7 @@ from typing_extensions import override
 from infinity.errors import ConfigError
 from infinity.modules.autograd.param import OffloadedParam
 from infinity.ops.rules import AdamSettings, AdamWSettings, LionSettings, Settings, SGDSettings
-from infinity.optimizers.offloaded import (
-    OffloadedOptimizer,
-    check_betas,
-    check_number,
-    refuse_options,
-)
+from infinity.optimizers.offloaded import OffloadedOptimizer, refuse_options
 from infinity.state.tiles import name_of_tiled
 from infinity.state.units import TensorSpec
 
@@ -64,13 +59,6 @@ class AdamW(OffloadedOptimizer):
             params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,
             error_if_nonfinite=error_if_nonfinite, skip_if_nonfinite=skip_if_nonfinite,
         )  # fmt: skip
-
-    @classmethod
-    @override
-    def check_group(cls, group: dict[str, Any]) -> None:
-        for key in ("lr", "eps", "weight_decay"):
-            check_number(key, group[key])
-        check_betas(group["betas"])
 
     @override
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
@@ -166,8 +154,7 @@ class SGD(OffloadedOptimizer):
     @classmethod
     @override
     def check_group(cls, group: dict[str, Any]) -> None:
-        for key in ("lr", "momentum", "weight_decay"):
-            check_number(key, group[key])
+        super().check_group(group)
         if group["nesterov"] and (not group["momentum"] > 0 or group["dampening"] != 0):
             raise ConfigError(
                 "nesterov expects a momentum above 0 and no dampening, got momentum="
@@ -239,13 +226,6 @@ class Lion(OffloadedOptimizer):
             params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,
             error_if_nonfinite=error_if_nonfinite, skip_if_nonfinite=skip_if_nonfinite,
         )  # fmt: skip
-
-    @classmethod
-    @override
-    def check_group(cls, group: dict[str, Any]) -> None:
-        for key in ("lr", "weight_decay"):
-            check_number(key, group[key])
-        check_betas(group["betas"])
 
     @override
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:

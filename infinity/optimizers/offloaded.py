@@ -100,7 +100,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @classmethod
     def check_group(cls, group: dict[str, Any]) -> None:
         """Raises ConfigError for settings that the rule does not allow."""
-        raise NotImplementedError
+        for key in ("lr", "momentum", "eps", "weight_decay"):
+            if key in group:
+                _check_number(key, group[key])
+        if "betas" in group:
+            if len(group["betas"]) != 2:
+                raise ConfigError(f"expected two betas, got {group['betas']}")
+            for beta in group["betas"]:
+                _check_number("each of betas", beta, below=1.0)
 
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         """Returns the settings of one step of one parameter. `step` counts from 1."""
@@ -445,17 +452,9 @@ def refuse_options(optimizer: OffloadedOptimizer, options: Mapping[str, Any]) ->
             raise UnsupportedError(f"infinity.{word} has no {key!r}; leave it out")
 
 
-def check_number(name: str, value: Any, *, below: float | None = None) -> None:
+def _check_number(name: str, value: Any, *, below: float | None = None) -> None:
     """Raises ConfigError unless `value` is a finite number of at least 0 and less than `below`."""
     number = float(value)
     if not (math.isfinite(number) and number >= 0 and (below is None or number < below)):
         most = "" if below is None else f" and below {below:g}"
         raise ConfigError(f"expected {name} to be a finite number of at least 0{most}, got {value}")
-
-
-def check_betas(betas: Any) -> None:
-    """Raises ConfigError unless `betas` are two numbers from 0 to below 1."""
-    if len(betas) != 2:
-        raise ConfigError(f"expected two betas, got {betas}")
-    for beta in betas:
-        check_number("each of betas", beta, below=1.0)

@@ -19,7 +19,7 @@ from torch import nn
 from infinity.config import AdapterConfig
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS
 from infinity.errors import ConfigError
-from infinity.modules.reading.architecture import empty_model, text_model_of, towers
+from infinity.modules.reading.configuration import empty_model, text_model_of, towers
 from infinity.plan.files import Table
 
 # Parts of a block whose weights a checkpoint stores in one format.

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import infinity
-from infinity.modules.tiling.expert_factors import AdaptedWeight
+from infinity.modules.tiling.expert_adapters import AdaptedWeight
 from infinity.modules.tiling.experts import TiledExperts
 from tests.support.bits import same_bits
 from tests.support.offloading import offloaded, swap_config

@@ -23,8 +23,7 @@ import infinity
 from infinity.modules.autograd.threads import Modes
 from infinity.modules.tiling import experts_call
 from infinity.modules.tiling.experts import TiledExperts, tile_of
-from infinity.modules.tiling.experts_call import ExpertsCall, go_backward, go_forward
-from infinity.modules.tiling.grouped import Groups, products
+from infinity.modules.tiling.experts_call import ExpertsCall, go_backward, go_forward, products
 from infinity.ops.experts import Pairs, add_rows_, try_rows, weighted
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import same_bits
@@ -135,8 +134,10 @@ def test_rows_have_the_bits_of_transformers_grouped_product(kind: str, adapters:
     wanted = experts(hidden, indices, weights)
     pairs = Pairs(indices, EXPERTS)
     Pairs.read([pairs])
-    groups = Groups(pairs, slice(0, EXPERTS), 0, 1)
-    rows = products(experts, {}, hidden[pairs.tokens], groups)
+    rows = products(
+        experts, {}, hidden[pairs.tokens],
+        pairs=pairs, experts=slice(0, EXPERTS), first=0, num_joined=1,
+    )  # fmt: skip
     found = torch.zeros_like(hidden)
     add_rows_(found, pairs.tokens, rows * weights[pairs.tokens])
     assert same_bits(found, wanted)

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from infinity.modules.reading.architecture import towers
+from infinity.modules.reading.configuration import towers
 from infinity.tools.cli import app
 from tests.support.exhaustive import sampled
 from tests.support.forked import COMMAND, run_script

@@ -155,7 +155,7 @@ def test_trainer_has_the_methods_that_an_offloaded_one_overrides() -> None:
 
 def test_factors_of_an_expert_adapter_are_those_of_peft() -> None:
     """PEFT gives them from 0.21 on, and as a product before."""
-    from infinity.modules.tiling.peft_experts import _factors
+    from infinity.modules.tiling.expert_adapters import _factors
 
     class Experts(nn.Module):
         def __init__(self) -> None:

@@ -5,7 +5,7 @@ Their module is called with hidden states [tokens, width], indexes of experts [t
 routing weights [tokens, k]. A tile is a module of the same class with fewer experts. It receives
 the (token, expert) pairs of its own experts, each as a token with one expert, and runs the forward
 of its class, whatever the model's `experts_implementation` is, or one product for all experts
-(`grouped.py`). `experts_call.py` has the order of tiles and sums.
+; `experts_call.py` has that and the order of tiles and sums.
 
 Note [Same bits]
   With the loop over experts ("eager"), all results have the bits of the whole module for every size
@@ -34,16 +34,16 @@ from typing_extensions import override
 from infinity.config.schema.engine import ExpertProducts
 from infinity.modules.autograd.hooks import HeldByCaller
 from infinity.modules.autograd.threads import Modes
+from infinity.modules.tiling.expert_adapters import Adaptation, adaptations_of
 from infinity.modules.tiling.experts_call import (
     ExpertsCall,
     ExpertsNode,
     Recipe,
     Runner,
     anchored,
+    explain_no_groups,
 )
-from infinity.modules.tiling.grouped import explain_no_groups
 from infinity.modules.tiling.layers import Tiled, tensor_of
-from infinity.modules.tiling.peft_experts import Adaptation, adaptations_of
 from infinity.private.torch import DropoutNd
 
 _log = logging.getLogger("infinity")

@@ -5,7 +5,7 @@ gives to the sum. The backward visits the tiles in descending order, repeats the
 and runs its backward at once. Each direction needs each tile once, and the activations of one tile
 are in memory. A runner may put the calls of several micro-batches together
 (`modules/accumulate/experts.py`): every tile is then there for all of them, and a grouped product
-may be, too (`grouped.py`).
+may be, too (`products`).
 
 Note [Same bits]
   A row has the bits of the class's forward, or of grouped products. All sums have the order of the
@@ -28,7 +28,7 @@ Note [Leaves]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -37,13 +37,15 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
+from torch.nn import functional
 from typing_extensions import override
 
 from infinity.modules.autograd.threads import Modes
-from infinity.modules.tiling.grouped import Groups, products
-from infinity.modules.tiling.peft_experts import Adaptation
+from infinity.modules.tiling.expert_adapters import Adaptation
 from infinity.ops.experts import Pairs, add_rows_, are_rows_apart, weighted
 from infinity.private.torch import will_engine_execute_node
+
+_ALIGNMENT_NBYTES = 16  # Of the rows of the matrices of a grouped product.
 
 Recipe = tuple[str, int, Callable[..., Any]]  # An attribute; number and `shown` of its adaptation.
 
@@ -214,8 +216,11 @@ class ExpertsCall:
         tile, pairs, dtype = self.tiles[index], self.arguments.pairs, self.arguments.sum().dtype
         start, weights = self.starts[index], weights.unsqueeze(-1)
         if tile.is_grouped_on(hidden.device):
-            groups = Groups(pairs, experts, start, self.num_joined)
-            return weighted(products(tile, adaptations, hidden, groups), weights, dtype)
+            rows = products(
+                tile, adaptations, hidden,
+                pairs=pairs, experts=experts, first=start, num_joined=self.num_joined,
+            )  # fmt: skip
+            return weighted(rows, weights, dtype)
         numbers = pairs.numbers_of(experts) + (experts.start - start)
         with tile.adapted(adaptations):
             part: torch.Tensor = tile(hidden, numbers.unsqueeze(-1), weights)
@@ -444,3 +449,69 @@ def anchored(tiles: Sequence[nn.Module]) -> torch.Tensor | None:
     if not torch.is_grad_enabled() or not any(tile.is_trained for tile in tiles):
         return None
     return torch.zeros((), requires_grad=True).clone()
+
+
+# -- One product for all experts of a tile ---------------------------------------------------------
+#
+# `products` is the computation of transformers' `grouped_mm` (`integrations/moe.py`) over rows that
+# are ordered by expert already. It knows of a class what transformers' decorator notes of it.
+#
+# A row's product does not depend on the rows of other experts or micro-batches where a trial has
+# shown that of the device (`ops/experts.py`). There the rows of several micro-batches share a
+# product. Elsewhere each micro-batch has its own. Sums over rows (gradients of adapters) are one
+# group for each expert and micro-batch, so they have the bits of a micro-batch by itself.
+
+
+def explain_no_groups(tile: Any) -> str:
+    """Returns why the experts of a tile have no grouped product, "" if they have."""
+    if not isinstance(getattr(tile, "has_post_expert_norm", None), bool):
+        return f"transformers knows no grouped product of {type(tile).__name__}"
+    for name, matrices in tile.matrices.items():
+        sizes = [size * matrices.element_size() for size in matrices.shape[1:]]
+        if matrices.dim() != 3 or any(nbytes % _ALIGNMENT_NBYTES for nbytes in sizes):
+            return f"the {name} of {type(tile).__name__} has rows of no multiple of 16 bytes"
+    return ""
+
+
+def products(
+    tile: Any,
+    adaptations: Mapping[str, Adaptation],
+    rows: torch.Tensor,
+    *,
+    pairs: Pairs,
+    experts: slice,
+    first: int,
+    num_joined: int,
+) -> torch.Tensor:
+    """Returns what experts give for their rows, before routing weights: [rows, width].
+
+    first: expert of the tile; num_joined: how often each expert is there
+    """
+    within = slice((experts.start - first) // num_joined, (experts.stop - first) // num_joined)
+    ends = pairs.ends_of(experts)
+    ends_of_experts = ends[num_joined - 1 :: num_joined].contiguous()
+
+    def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
+        weight: Any = tile._parameters[name][within]
+        if (adaptation := adaptations.get(name)) is not None:
+            base = weight
+            weight = adaptation.of(lambda: base).of_groups(ends)
+        if not tile.is_transposed:
+            weight = weight.transpose(-2, -1)
+        out = functional.grouped_mm(rows.to(weight.dtype), weight, offs=ends_of_experts)
+        return out.add_(bias_of(name)) if tile.has_bias else out
+
+    def bias_of(name: str) -> torch.Tensor:
+        name = f"{name}_bias"
+        bias = tile._parameters[name][within]
+        numbers = pairs.numbers_of(experts)
+        if (adaptation := adaptations.get(name)) is None:
+            chosen: torch.Tensor = bias[numbers // num_joined]
+            return chosen
+        sums: torch.Tensor = adaptation.of(lambda: bias.repeat_interleave(num_joined, 0))
+        return sums[numbers]
+
+    out = linear(rows, "gate_up_proj" if tile.has_gate else "up_proj")
+    out = linear(tile._apply_gate(out) if tile.has_gate else tile.act_fn(out), "down_proj")
+    normed: torch.Tensor = tile.post_expert_norm(out) if tile.has_post_expert_norm else out
+    return normed

@@ -24,8 +24,8 @@ from infinity.modules.handles.handle import Handle, is_value_of, plain_value
 from infinity.modules.handles.originals import Follower
 from infinity.modules.reading.empty_weights import Provisional, without_class
 from infinity.modules.tiling import experts as tiled_experts
+from infinity.modules.tiling.expert_adapters import factor_adapters, merge_adapters
 from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear, TiledParam
-from infinity.modules.tiling.peft_experts import factor_adapters, merge_adapters
 from infinity.state.tiles import ROW_ALIGNMENT, CutRows, is_cut_by_name
 
 

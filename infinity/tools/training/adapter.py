@@ -28,7 +28,7 @@ from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, reporting
-from infinity.modules.reading.architecture import towers
+from infinity.modules.reading.configuration import towers
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import MIB
 from infinity.tools.training.base_identity import (

@@ -23,8 +23,7 @@ from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_s
 from infinity.codecs import Plain
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.modules.reading.architecture import empty_model
-from infinity.modules.reading.configuration import config_of_directory
+from infinity.modules.reading.configuration import config_of_directory, empty_model
 from infinity.tools.convert.quantize import plain, without_quantisation
 from infinity.tools.convert.rewrite import (
     DirectoryPlan,

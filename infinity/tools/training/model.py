@@ -15,13 +15,15 @@ from infinity.config import Model, Sample, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.values import Capacity
 from infinity.errors import ConfigError
-from infinity.modules.reading.architecture import auto_class, empty_model, towers
 from infinity.modules.reading.configuration import (
+    auto_class,
     check_numbers,
     check_sides,
     config_of_directory,
     config_of_table,
+    empty_model,
     table_of_file,
+    towers,
 )
 from infinity.tools.training.adapter import attach_adapter, refuse_tokens_of_head
 
