@@ -99,7 +99,7 @@ def _join(segment: list[Piece], place: int) -> None:
 def kept_nbytes(order: Sequence[int], sizes: Sequence[int], window: int, **how: bool) -> int:
     """The most memory that the allocator has for a window of so many bytes."""
     allocator, there = CachingAllocator(**how), dict[int, Piece]()
-    seen = visits(order, sizes, window, num_passes=PASSES)
+    seen = visits(tuple(order), tuple(sizes), window, num_passes=PASSES)
     for visit in seen:
         for gone in visit.evicts:
             allocator.free(there.pop(seen[gone].unit))
@@ -112,7 +112,9 @@ def fetched_nbytes(
     order: Sequence[int], sizes: Sequence[int], window: int, *, is_arena: bool = False
 ) -> int:
     """The bytes of a pass that are fetched, after the first."""
-    seen = visits(order, sizes, window, num_passes=PASSES, is_arena=is_arena)[len(order) :]
+    seen = visits(tuple(order), tuple(sizes), window, num_passes=PASSES, is_arena=is_arena)[
+        len(order) :
+    ]
     return sum(sizes[visit.unit] for visit in seen if not visit.is_hit) // (PASSES - 1)
 
 

@@ -26,8 +26,13 @@ from infinity.engine.build import build
 from infinity.engine.describe import Residence
 from infinity.engine.describe import describe as residence_of
 from infinity.engine.engine import Engine
-from infinity.engine.registry import engine_of, owner_of
-from infinity.engine.replace import calling_place, free_swap_directories, remember
+from infinity.engine.registry import (
+    calling_place,
+    engine_of,
+    free_swap_directories,
+    owner_of,
+    remember,
+)
 from infinity.errors import ConfigError
 from infinity.modules.reading.discover import UnitRule
 from infinity.modules.reading.empty_weights import init_empty_weights

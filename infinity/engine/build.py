@@ -64,7 +64,6 @@ from infinity.streaming.updates.masters import Masters, MasterWeights
 from infinity.streaming.updates.record import StepRunner, UpdateSettings
 from infinity.streaming.updates.updater import Updater
 from infinity.streaming.weights.cache import WeightCache
-from infinity.streaming.weights.space import WeightMemory
 from infinity.streaming.weights.state import WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.open_device import ChosenDevice, choose_device
@@ -206,7 +205,7 @@ def _assemble(
     inputs = InputMemory(budgets.inputs_nbytes, budgets.working_nbytes - budgets.inputs_nbytes)
     weight_cache = WeightCache(
         store, pool=tiers.host, device=device, counters=counters, inputs=inputs, source=source,
-        memory=_weight_memory(budgets, plan.units),
+        budgets=budgets,
     )  # fmt: skip
     passes = Passes(counters.tracer)
     updates = UpdateSettings(
@@ -244,16 +243,6 @@ def _activation_stores(
 
     placement = plan.config.placement
     return store(placement.activations, inputs), store(placement.experts, InputMemory(0, 0))
-
-
-def _weight_memory(budgets: Budgets, units: Sequence[Unit]) -> WeightMemory:
-    return WeightMemory(
-        ahead_nbytes=budgets.window_nbytes,
-        device_nbytes=budgets.device_window_nbytes,
-        least_device_nbytes=budgets.held_nbytes + max(unit.weight_nbytes for unit in units),
-        decoded_nbytes=budgets.decoded_nbytes,
-        has_second_memory=budgets.staged_nbytes > 0,
-    )
 
 
 def _share(

@@ -123,17 +123,18 @@ class _Arena:
         return frozenset(self.cached.items())
 
 
+@lru_cache(maxsize=16)
 def visits(
-    order: Sequence[int],
-    nbytes: Sequence[int],
+    order: tuple[int, ...],
+    nbytes: tuple[int, ...],
     capacity_nbytes: float,
     *,
     num_passes: int,
     stale: Collection[int] = (),
-    changing: Collection[int] = (),
-    skipped: Collection[int] = (),
-    taken_nbytes: Sequence[int] | None = None,
-    held: Sequence[Collection[int]] | None = None,
+    changing: frozenset[int] = frozenset(),
+    skipped: frozenset[int] = frozenset(),
+    taken_nbytes: tuple[int, ...] | None = None,
+    held: tuple[tuple[int, ...], ...] | None = None,
     is_arena: bool = False,
 ) -> tuple[Visit, ...]:
     """Returns the uses of `num_passes` rounds of `order`, with a cache that evicts the unit whose
@@ -145,28 +146,11 @@ def visits(
     `taken_nbytes` gives, by use of a round, the bytes of the cache that something else occupies.
     Units of `held` are not evicted. With `is_arena` each unit has one range of the cache, as stored
     weights have in host memory. The order is known from the first pass on, as in a run after
-    its first step. The last results are remembered: what a faster machine would do asks again.
+    its first step. The last results are remembered: what a faster machine would do asks again. So
+    all arguments are hashable.
     """
-    return _visits(
-        tuple(order), tuple(nbytes), capacity_nbytes, num_passes, frozenset(stale),
-        frozenset(changing), frozenset(skipped), tuple(taken_nbytes or (0,) * len(order)),
-        tuple(map(tuple, held or ((),) * len(order))), is_arena,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=16)
-def _visits(
-    order: tuple[int, ...],
-    nbytes: tuple[int, ...],
-    capacity_nbytes: float,
-    num_passes: int,
-    stale: frozenset[int],
-    changing: frozenset[int],
-    skipped: frozenset[int],
-    taken_nbytes: tuple[int, ...],
-    held: tuple[tuple[int, ...], ...],
-    is_arena: bool,
-) -> tuple[Visit, ...]:
+    taken_nbytes = taken_nbytes or (0,) * len(order)
+    held = held or ((),) * len(order)
     trace, length = AccessOrder(), len(order)
     for unit in order:
         trace.visit(unit)

@@ -63,31 +63,31 @@ class Fetches:
             for move, nbytes in zip(self.moves, inputs_nbytes(job, self.moves), strict=True)
             for _ in self.units_of(move)
         ]
-        order = [unit for unit, _ in places]
-        held = [move.held for _, move in places]
+        order = tuple(unit for unit, _ in places)
+        held = tuple(move.held for _, move in places)
         # Stored weights in use are somewhere else, decoded: their stored bytes may leave.
         stored = {index for index, unit in enumerate(job.units) if unit.weights == "checkpoint"}
-        held_on_host = [
+        held_on_host = tuple(
             tuple(unit for unit in move.held if unit not in stored) for _, move in places
-        ]
-        taken_nbytes = [
+        )
+        taken_nbytes = tuple(
             nbytes + (summed[unit] if move.has_gradients else 0)
             for (unit, move), nbytes in zip(places, saved, strict=True)
-        ]
+        )
         passes = NUM_STEPS * job.num_micro_batches
         first_passes = range(0, passes, job.num_micro_batches)
-        travelling = [
+        travelling = tuple(
             rounded_nbytes(u.fetched_nbytes) if u.fetched_nbytes else 0 for u in job.units
-        ]
-        changing = {index for index, unit in enumerate(job.units) if unit.is_changed}
+        )
+        changing = frozenset(index for index, unit in enumerate(job.units) if unit.is_changed)
         # A step makes gathered weights outdated.
         defers = job.defers
-        outdated = {i for i in changing if _is_dropped(job.units[i], defers=defers)}
+        outdated = frozenset(i for i in changing if _is_dropped(job.units[i], defers=defers))
         if job.device_cache_nbytes is None:
             device: Sequence[Visit] = [Visit(unit, True) for unit in order] * passes
             skipped: frozenset[int] = frozenset()
         else:
-            away = [u.used_nbytes if u.is_away else 0 for u in job.units]
+            away = tuple(u.used_nbytes if u.is_away else 0 for u in job.units)
             device = visits(
                 order, away, job.device_cache_nbytes,
                 num_passes=passes, stale=first_passes, changing=changing, held=held,
@@ -135,7 +135,9 @@ class Fetches:
                 if load.weights == "checkpoint" and not sharded.is_gathered:
                     self._copied[self._visit - 1] = ready
             if sharded.is_gathered and sharded.are_weights_between_devices:
-                ready = self._log.receive(name, sharded, [ready, *after], is_by_device=True)
+                ready = self._log.exchange(
+                    "received", name, sharded, [ready, *after], is_by_device=True
+                )
             if self._log.rates.gather is not None:
                 duration_s = load.weight_nbytes / self._log.rates.gather
                 ready = self._log.add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
@@ -169,7 +171,7 @@ class Fetches:
         after.append(self.agreed)
         nbytes = 0 if is_kept else load.weight_nbytes + sharded.served_nbytes
         ready = self.read_parts(load, nbytes, after) if nbytes else []
-        return self._log.receive(name, sharded, [*after, *ready], is_by_device=False)
+        return self._log.exchange("received", name, sharded, [*after, *ready], is_by_device=False)
 
     def _host_freed(self, seen: int) -> Sequence[int]:
         """Returns the operations that free a visit's host memory. Of the use that has begun, stored

@@ -137,7 +137,7 @@ class GradientTraffic:
         load = self._log.job.units[unit]
         sharded, name = load.sharded, f"gradients of {load.name}"
         if sharded.are_gradients_between_devices:
-            out = self._log.send(name, sharded, after, is_by_device=True)
+            out = self._log.exchange("sent", name, sharded, after, is_by_device=True)
             if load.gradients == "device" or not load.gradient_nbytes:
                 self.out.append(out)
                 return
@@ -154,7 +154,7 @@ class GradientTraffic:
     def _send_from_host(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
         load = self._log.job.units[unit]
         sharded, name = load.sharded, f"gradients of {load.name}"
-        out = self._log.send(name, sharded, after, is_by_device=False)
+        out = self._log.exchange("sent", name, sharded, after, is_by_device=False)
         # Each rank's gradients are read, widened to fp32, divided and added; then the sum is
         # written.
         touched_nbytes = (3 * sharded.count + (2 if is_first else 3)) * load.gradient_nbytes

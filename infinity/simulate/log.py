@@ -9,6 +9,7 @@ track.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from infinity.simulate.clock import Operation
 from infinity.simulate.memory import sums_in_memory
@@ -86,29 +87,15 @@ class OperationLog:
         """Adds a transfer of the drives; `traffic` is READ or WRITE."""
         return self.add(NVME, name, after=after, nbytes=nbytes, traffic=traffic)
 
-    def receive(
-        self, name: str, sharded: ShardedLoad, after: Sequence[int | None], *, is_by_device: bool
-    ) -> int:
-        """Adds the transfer of a unit's weights from the other ranks."""
-        nbytes, between_nodes_nbytes = sharded.received_nbytes, sharded.network_received_nbytes
-        return self._exchange("received", name, nbytes, between_nodes_nbytes, after, is_by_device)
-
-    def send(
-        self, name: str, sharded: ShardedLoad, after: Sequence[int | None], *, is_by_device: bool
-    ) -> int:
-        """Adds the transfer of a unit's gradients to the other ranks."""
+    def exchange(
+        self, verb: Literal["received", "sent"], name: str, sharded: ShardedLoad,
+        after: Sequence[int | None], *, is_by_device: bool,
+    ) -> int:  # fmt: skip
+        """Adds the transfer of a unit's weights from the other ranks ("received"), or that of its
+        gradients to them ("sent")."""
         nbytes, between_nodes_nbytes = sharded.sent_nbytes, sharded.network_sent_nbytes
-        return self._exchange("sent", name, nbytes, between_nodes_nbytes, after, is_by_device)
-
-    def _exchange(
-        self,
-        verb: str,
-        name: str,
-        nbytes: int,
-        between_nodes_nbytes: int,
-        after: Sequence[int | None],
-        is_by_device: bool,
-    ) -> int:
+        if verb == "received":
+            nbytes, between_nodes_nbytes = sharded.received_nbytes, sharded.network_received_nbytes
         track, rate = (GATHER, self.rates.peers) if is_by_device else (SOCKETS, self.rates.sockets)
         exchanged = self.add(
             track, name, nbytes / rate, after=after, nbytes=nbytes, traffic=f"{track}_{verb}"

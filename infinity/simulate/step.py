@@ -406,12 +406,14 @@ class _Draft:
         if sharded.is_gathered or not sharded.received_nbytes:
             return updated
         if sharded.are_weights_between_devices:
-            return self.log.receive(name, sharded, [updated], is_by_device=True)
+            return self.log.exchange("received", name, sharded, [updated], is_by_device=True)
         # On a device the own part is there already, and the others are written beside it.
         is_there = load.weights == "device" or self._updates.stays(load)
         own_nbytes = 0 if is_there else load.weight_nbytes
         read = self._fetches.read_parts(load, own_nbytes + sharded.served_nbytes, [updated])
-        received = self.log.receive(name, sharded, [updated, *read], is_by_device=False)
+        received = self.log.exchange(
+            "received", name, sharded, [updated, *read], is_by_device=False
+        )
         if load.weights == "nvme":
             self._updates.write_weights(unit, [received])
             return self.log.written_weights[unit]

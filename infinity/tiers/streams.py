@@ -38,8 +38,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -57,20 +56,19 @@ class StreamCopy(Copy):
 
     def __init__(
         self,
-        streams: Streams,
+        device: StreamDevice,
         event: Event,
-        faults: DeviceFaults,
         *,
         owner: Stream | None,
         keep: object,
-        traced: _TracedCopy | None,
+        begun: tuple[_DeviceClock, Event, int] | None = None,
     ) -> None:
-        self._streams = streams
+        self._streams = device.streams
         self._event = event
-        self.faults = faults
+        self.faults = device.faults
         self._owner = owner  # The stream that the memory of what is kept goes back to.
         self._keep: object = keep  # Tensors on the device.
-        self._traced = traced
+        self._begun = begun  # If it is traced: the clock, the beginning, the bytes.
 
     @override
     @reporting_faults
@@ -103,11 +101,10 @@ class StreamCopy(Copy):
 
     @override
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
-        if self._traced is None or not self.done():
+        if self._begun is None or not self.done():
             return []
-        traced = self._traced
-        begun_ns, over_ns = map(traced.clock.ns_of, (traced.begun, self._event))
-        return [(0, traced.nbytes, begun_ns, over_ns)]
+        clock, begun, nbytes = self._begun
+        return [(0, nbytes, clock.ns_of(begun), clock.ns_of(self._event))]
 
 
 class _Staging:
@@ -156,15 +153,6 @@ class _DeviceClock:
 
     def ns_of(self, event: Event) -> int:
         return self._origin_ns + round(self._origin.elapsed_time(event) * 1e6)
-
-
-@dataclass(frozen=True, slots=True)
-class _TracedCopy:
-    """The facts about a copy that a trace records."""
-
-    clock: _DeviceClock
-    begun: Event
-    nbytes: int
 
 
 class StreamDevice(DeviceAdapter):
@@ -268,12 +256,10 @@ class StreamDevice(DeviceAdapter):
         memories = [self.streams.empty_region(self._in, nbytes) for _ in range(count)]
         self._staging = [_Staging(self.streams, memory) for memory in memories]
 
-    @contextmanager
-    def using_staging(self, memory: int, *streams: Stream) -> Iterator[ResizedRegion]:
+    def using_staging(self, memory: int, *streams: Stream) -> AbstractContextManager[ResizedRegion]:
         """Lends a memory of `prepare_decoding` for work that is issued on the first stream, behind
         the work of the last user, and on others, which wait for the first. Any thread."""
-        with self._staging[memory].using(*streams) as lent:
-            yield lent
+        return self._staging[memory].using(*streams)
 
     @override
     @reporting_faults
@@ -373,7 +359,7 @@ class StreamDevice(DeviceAdapter):
         """Returns a copy that is done when a stream has run the operations issued so far. `keep`:
         tensors whose memory belongs to `owner`."""
         event = event_behind(self.streams, link)
-        return StreamCopy(self.streams, event, self.faults, owner=owner, keep=keep, traced=None)
+        return StreamCopy(self, event, owner=owner, keep=keep)
 
     @override
     def is_on_host(self, tensor: torch.Tensor) -> bool:
@@ -390,28 +376,26 @@ class StreamDevice(DeviceAdapter):
         inward = stream is self._in
         nbytes = on_host.numel() * on_host.element_size()
         asked_ns = time.monotonic_ns()
-        traced = self._trace(nbytes)
-        if traced is not None:
-            traced.begun.record(stream)
+        begun = self._begin_trace(stream, nbytes)
         source, target = (on_host, on_device) if inward else (on_device, on_host)
         self.streams.copy(stream, source, target)
-        event = self.streams.new_event(is_timed=traced is not None)
+        event = self.streams.new_event(is_timed=begun is not None)
         event.record(stream)
-        copy = StreamCopy(
-            self.streams, event, self.faults, owner=owner, keep=on_device, traced=traced
-        )
+        copy = StreamCopy(self, event, owner=owner, keep=on_device, begun=begun)
         self.counters.add("device_in_nbytes" if inward else "device_out_nbytes", nbytes)
         track = Track.COPIES_IN if inward else Track.COPIES_OUT
         self.counters.tracer.watch(copy, lambda _: track, "copy", asked_ns)
         return copy
 
-    def _trace(self, nbytes: int) -> _TracedCopy | None:
-        """Returns events with times for a copy while a trace is written, else None."""
+    def _begin_trace(self, stream: Stream, nbytes: int) -> tuple[_DeviceClock, Event, int] | None:
+        """Records the beginning of a copy on the stream while a trace is written."""
         if not self.counters.tracer.is_on:
             return None
         if self._clock is None or self._clock.is_old:
             self._clock = _DeviceClock(self.streams)
-        return _TracedCopy(self._clock, self.streams.new_event(is_timed=True), nbytes)
+        event = self.streams.new_event(is_timed=True)
+        event.record(stream)
+        return self._clock, event, nbytes
 
     # -- The end -----------------------------------------------------------------------------------
 

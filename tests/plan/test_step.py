@@ -362,12 +362,12 @@ def test_time_of_the_drives(rates: Rates, seconds: float) -> None:
 
 def test_visits_keep_what_is_used_soonest() -> None:
     # Of four units two fit. Either turn finds two there: those used around it.
-    found = visits([0, 1, 2, 3, 3, 2, 1, 0], [1] * 4, 2, num_passes=2)
+    found = visits((0, 1, 2, 3, 3, 2, 1, 0), (1,) * 4, 2, num_passes=2)
     hits = [visit.is_hit for visit in found[8:]]
     assert hits == [True, True, False, False, True, True, False, False]
 
 
 def test_visits_of_a_stale_pass_miss_once() -> None:
-    found = visits([0, 1, 1, 0], [1, 1], 2, num_passes=3, stale=[1], changing=[0])
+    found = visits((0, 1, 1, 0), (1, 1), 2, num_passes=3, stale=(1,), changing=frozenset({0}))
     assert [visit.is_hit for visit in found[4:8]] == [False, True, True, True]
     assert all(visit.is_hit for visit in found[8:])

@@ -26,7 +26,7 @@ orders = st.one_of(
 
 
 def moved_nbytes(order: list[int], nbytes: list[int], capacity_nbytes: int) -> int:
-    found = visits(order, nbytes, capacity_nbytes, num_passes=PASSES)
+    found = visits(tuple(order), tuple(nbytes), capacity_nbytes, num_passes=PASSES)
     return sum(nbytes[visit.unit] for visit in found if not visit.is_hit)
 
 
@@ -133,8 +133,9 @@ def test_a_sweep_there_and_back_over_stored_units_saves_what_is_kept(
         there += units
         back = [*reversed(units), *back]
     capacity_nbytes = int(kept * sum(nbytes))
-    found = visits(there + back, nbytes, capacity_nbytes, num_passes=4, is_arena=True)
-    last = found[-len(there + back) :]
+    order = (*there, *back)
+    found = visits(order, tuple(nbytes), capacity_nbytes, num_passes=4, is_arena=True)
+    last = found[-len(order) :]
     moved = sum(nbytes[visit.unit] for visit in last if not visit.is_hit)
     least = 2 * (sum(nbytes) - capacity_nbytes)
     assert moved <= least + 2 * ((attention << 12) + max(nbytes))
@@ -151,18 +152,21 @@ def test_passes_that_repeat_are_those_of_a_cache_that_goes_on(
     a_round, units = range(len(order)), st.integers(0, 5)
     options = {
         "stale": range(0, num_passes, data.draw(st.integers(1, 3))),
-        "changing": data.draw(st.sets(units)),
-        "skipped": data.draw(st.sets(st.integers(0, num_passes * len(order) - 1), max_size=9)),
-        "taken_nbytes": [data.draw(st.integers(0, 2)) << 12 for _ in a_round],
-        "held": [data.draw(st.lists(units, max_size=1)) for _ in a_round],
+        "changing": data.draw(st.frozensets(units)),
+        "skipped": data.draw(
+            st.frozensets(st.integers(0, num_passes * len(order) - 1), max_size=9)
+        ),
+        "taken_nbytes": tuple(data.draw(st.integers(0, 2)) << 12 for _ in a_round),
+        "held": tuple(tuple(data.draw(st.lists(units, max_size=1))) for _ in a_round),
     }
     capacity_nbytes = data.draw(st.integers(0, sum(nbytes)))
 
     def found() -> tuple[simulated.Visit, ...]:
-        simulated._visits.cache_clear()
+        visits.cache_clear()
         return visits(
-            order, nbytes, capacity_nbytes, num_passes=num_passes, is_arena=is_arena, **options
-        )
+            tuple(order), tuple(nbytes), capacity_nbytes,
+            num_passes=num_passes, is_arena=is_arena, **options,
+        )  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulated, "_same_pass", lambda *_: None)
@@ -172,8 +176,8 @@ def test_passes_that_repeat_are_those_of_a_cache_that_goes_on(
 
 def test_what_does_not_fit_between_two_held_units_is_not_kept() -> None:
     """Eight pages are free, in two holes of four."""
-    nbytes = [pages << 12 for pages in (4, 4, 4, 4, 8)]
-    order, held = [0, 1, 2, 3, 4, 1, 3], [()] * 4 + [(1, 3)] + [()] * 2
+    nbytes = tuple(pages << 12 for pages in (4, 4, 4, 4, 8))
+    order, held = (0, 1, 2, 3, 4, 1, 3), ((), (), (), (), (1, 3), (), ())
     capacity_nbytes = sum(nbytes[:4])
     one_range = visits(order, nbytes, capacity_nbytes, num_passes=1, held=held, is_arena=True)
     parts = visits(order, nbytes, capacity_nbytes, num_passes=1, held=held)

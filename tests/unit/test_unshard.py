@@ -20,7 +20,6 @@ from infinity.streaming.inputs.activations import InputMemory
 from infinity.streaming.weights.access_order import AccessOrder
 from infinity.streaming.weights.cache import WeightCache
 from infinity.streaming.weights.moves import WeightMoves
-from infinity.streaming.weights.space import WeightMemory
 from infinity.streaming.weights.state import WeightProvider, WeightState
 from infinity.testing import SimulatedDevice
 from infinity.tiers.device import FINISHED
@@ -84,12 +83,16 @@ def unshard_of(stub: Any) -> DeviceUnshard:
 
 def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
     stub: Any = Stub()
+    budgets: Any = SimpleNamespace(
+        window_nbytes=1 << 20, device_window_nbytes=None, held_nbytes=0, decoded_nbytes=0,
+        staged_nbytes=0,
+    )  # fmt: skip
     weight_cache = WeightCache(
         stub,
         pool=stub,
         device=stub,
         counters=Counters(),
-        memory=WeightMemory(1 << 20),
+        budgets=budgets,
         inputs=InputMemory(0, 1 << 20),
         source=unshard_of(stub),
     )

@@ -24,8 +24,9 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.store import DeviceLocation, StateStore
-from infinity.state.units import StateKind, Unit
+from infinity.state.budgets import Budgets
+from infinity.state.store import StateStore
+from infinity.state.units import Unit
 from infinity.storage.generations import UndecidedContent
 from infinity.storage.protocol import Priority
 from infinity.streaming.inputs.activations import InputMemory
@@ -34,10 +35,10 @@ from infinity.streaming.weights.decoding import refuse_change
 from infinity.streaming.weights.eviction import ByNextUse
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.read_ahead import ReadAhead
-from infinity.streaming.weights.space import WeightMemory, WeightSpace
-from infinity.streaming.weights.state import HostCopy, WeightProvider, Weights, WeightState
+from infinity.streaming.weights.space import WeightSpace
+from infinity.streaming.weights.state import WeightProvider, Weights, WeightState
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import HostPool
+from infinity.tiers.host import Block, HostPool
 
 
 class WeightCache:
@@ -53,12 +54,11 @@ class WeightCache:
         pool: HostPool,
         device: DeviceAdapter,
         counters: Counters,
-        memory: WeightMemory,
+        budgets: Budgets,
         inputs: InputMemory,
         source: WeightProvider,
     ) -> None:
         self._source = source
-        self._store = store
         self._pool = pool
         self._device = device
         self._counters = counters
@@ -71,14 +71,13 @@ class WeightCache:
         is_all_there = device.shares_host_memory and all(
             weights.rests_on_host or weights.rests_on_device for weights in self.weights
         )
-        window_nbytes = 0 if is_all_there else memory.ahead_nbytes
-        self.space = WeightSpace(self._moves, self._order, pool, device, memory)
+        window_nbytes = 0 if is_all_there else budgets.window_nbytes
+        self.space = WeightSpace(self._moves, self._order, pool, device, budgets)
         self._ahead = ReadAhead(
             self._moves, self.space, self._order, source, inputs, device, window_nbytes
         )
-        self._attached: dict[int, torch.Tensor] = {}  # By unit: the bytes of its region.
         self._moves.decoding.prepare(
-            memory.decoded_nbytes, has_second_memory=memory.has_second_memory
+            budgets.decoded_nbytes, has_second_memory=budgets.staged_nbytes > 0
         )
 
     # -- Uses ------------------------------------------------------------------------------------
@@ -379,13 +378,15 @@ class WeightCache:
             return self._check_out_decoded(weights)
         if weights.rests_on_device and (stays_on_device or self._device.shares_host_memory):
             weights.is_checked_out = True
-            return self._memory_of(weights)
+            return weights.region.content
         if weights.rests_on_device:
             copied = [range(nbytes)] if parts is None else parts
             return self._copy_out(weights, copied, read=read)
         is_attached = weights.rests_on_host and weights.state is WeightState.ATTACHED
         if is_attached and self._source.may_change_attached and weights.region.has_block_memory:
-            return self._check_out_attached(weights)
+            weights.check_kept()
+            weights.is_checked_out = True
+            return weights.region.content  # At the address where the model reads them.
         # A block is written as a head: what is beside the parts must be there.
         is_rest_kept = parts is not None and sum(map(len, parts)) < nbytes
         return self._check_out_block(weights, read=read or is_rest_kept)
@@ -447,49 +448,35 @@ class WeightCache:
         weights.is_checked_out = True
         return self._pool.tensor(block)
 
-    def _check_out_attached(self, weights: Weights) -> torch.Tensor:
-        """Returns the bytes of the region, at the address where the model reads them."""
-        weights.check_kept()
-        weights.is_checked_out = True
-        index, nbytes = weights.unit.index, weights.unit.weight_nbytes
-        if index not in self._attached:
-            with torch.inference_mode(False):  # Else only inference could write to it.
-                self._attached[index] = weights.region.tensor(0, (nbytes,), (1,), torch.uint8)
-        return self._attached[index]
-
     # -- Host copies -------------------------------------------------------------------------------
-
-    def _memory_of(self, weights: Weights) -> torch.Tensor:
-        location = self._store.location(weights.unit, StateKind.PARAMETERS)
-        assert isinstance(location, DeviceLocation)
-        return location.memory
 
     def _copy_out(self, weights: Weights, parts: Sequence[range], *, read: bool) -> torch.Tensor:
         """Returns the bytes of a host copy, in a block that `check_in` frees. Raises
         CapacityError."""
         block = self._moves.require(weights)
-        weights.host_copy, weights.is_checked_out = HostCopy(block, tuple(parts)), True
+        weights.host_copy, weights.copied_parts = block, tuple(parts)
+        weights.is_checked_out = True
         if read:
             try:
-                self._copy(weights, weights.host_copy, parts, inward=False)
+                self._copy(weights, block, parts, inward=False)
             except BaseException:
                 self.check_in(weights.unit.index, dirty_nbytes=0, write_now=False)
                 raise
         return self._pool.tensor(block)
 
-    def _copy_in(self, weights: Weights, host_copy: HostCopy, dirty_nbytes: int) -> None:
+    def _copy_in(self, weights: Weights, host_copy: Block, dirty_nbytes: int) -> None:
         """Copies the changed bytes to where the weights rest, and frees the host copy."""
-        head = (range(part.start, min(part.stop, dirty_nbytes)) for part in host_copy.parts)
+        head = (range(part.start, min(part.stop, dirty_nbytes)) for part in weights.copied_parts)
         try:
             self._copy(weights, host_copy, [part for part in head if part], inward=True)
         finally:
             weights.host_copy = None
-            self._pool.free(host_copy.block)
+            self._pool.free(host_copy)
 
     def _copy(
-        self, weights: Weights, host_copy: HostCopy, parts: Sequence[range], *, inward: bool
+        self, weights: Weights, host_copy: Block, parts: Sequence[range], *, inward: bool
     ) -> None:
-        host, memory = self._pool.tensor(host_copy.block), self._memory_of(weights)
+        host, memory = self._pool.tensor(host_copy), weights.region.content
         source, target = (host, memory) if inward else (memory, host)
         copies = [
             self._device.copy(source[part.start : part.stop], target[part.start : part.stop])

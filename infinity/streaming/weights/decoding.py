@@ -222,7 +222,7 @@ class WeightDecoding:
         assert stored is not None
 
         def fill(content: torch.Tensor) -> None:
-            plan.decode(content, region.tensor(0, (region.nbytes,), (1,), torch.uint8))
+            plan.decode(content, region.content)
 
         memory = self._staged_memory if self._staged is weights else self._take_memory()
         return Decoding(stored.nbytes, memory, fill)

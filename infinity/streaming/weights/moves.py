@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
-
 from infinity.errors import StorageError
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, HostLocation, StateStore
@@ -366,18 +364,11 @@ class WeightMoves:
     def _start_arrival(self, weights: Weights, feeder: Weights, region: Region | None) -> None:
         unit = weights.unit
         decoding = None if unit.stored is None else self.decoding.on_device(weights)
-        weights.arrival = self._source.begin(
-            unit.index, region, self._bytes_of(feeder), feeder.reading, decoding
-        )
+        block = feeder.block
+        local = feeder.region.content if block is None else self._pool.tensor(block)
+        weights.arrival = self._source.begin(unit.index, region, local, feeder.reading, decoding)
         weights.feeder, feeder.fills = feeder, weights
         weights.state = WeightState.ARRIVING
-
-    def _bytes_of(self, feeder: Weights) -> torch.Tensor:
-        if feeder.block is not None:
-            return self._pool.tensor(feeder.block)
-        location = self._store.location(feeder.unit, StateKind.PARAMETERS)
-        assert isinstance(location, DeviceLocation)
-        return location.memory
 
     def finish_arrival(self, weights: Weights, *, is_patient: bool) -> None:
         """Ends ARRIVING: the weights come, at the latest after a wait, or they do not."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import CapacityError
+from infinity.state.budgets import Budgets
 from infinity.streaming.weights.access_order import NEVER, AccessOrder
 from infinity.streaming.weights.eviction import Evictable, choose_neighbours
 from infinity.streaming.weights.moves import WeightMoves
@@ -19,23 +20,6 @@ from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import rounded_nbytes
 from infinity.tiers.spare import Giver
-
-
-@dataclass(frozen=True, slots=True)
-class WeightMemory:
-    """The memory that is planned for weights.
-
-    `ahead_nbytes`: reads ahead; 0: nothing is fetched ahead. `device_nbytes`: the device's window
-    for weights that rest elsewhere; None: unlimited. `least_device_nbytes` of it are never lent:
-    the weights that nested modules use at once, and the largest unit, which is fetched ahead.
-    `decoded_nbytes`, `has_second_memory`: see `WeightDecoding.prepare`.
-    """
-
-    ahead_nbytes: int
-    device_nbytes: int | None = None
-    least_device_nbytes: int = 0
-    decoded_nbytes: int = 0
-    has_second_memory: bool = False
 
 
 @dataclass(slots=True)
@@ -66,15 +50,18 @@ class WeightSpace:
         order: AccessOrder,
         pool: HostPool,
         device: DeviceAdapter,
-        memory: WeightMemory,
+        budgets: Budgets,
     ) -> None:
         self._moves = moves
         self._weights = moves.weights
         self._order = order
         self._pool = pool
         self._device = device
-        self._window_nbytes = memory.device_nbytes  # What weights may take now; None: unlimited.
-        self._least_nbytes = memory.least_device_nbytes
+        # Of the device, for weights that rest elsewhere: what they may take now; None: unlimited.
+        self._window_nbytes = budgets.device_window_nbytes
+        # Never lent: what nested modules use at once, and the largest unit, which is fetched ahead.
+        self._largest_nbytes = max(weights.unit.weight_nbytes for weights in moves.weights)
+        self._least_nbytes = budgets.held_nbytes + self._largest_nbytes
         self._lent_nbytes = 0
         # Stored blocks, tiles of them and decoded blocks have very different sizes.
         self._has_stored = any(entry.unit.stored is not None for entry in self._weights)
@@ -113,8 +100,7 @@ class WeightSpace:
                 self._moves.take_off_device(self._weights[unit])
         self._device.give_back_memory()
         if self._window_nbytes is not None:
-            largest_nbytes = max(weights.unit.weight_nbytes for weights in self._weights)
-            nbytes = max(self._least_nbytes, self._moves.attached_nbytes + largest_nbytes)
+            nbytes = max(self._least_nbytes, self._moves.attached_nbytes + self._largest_nbytes)
             if nbytes < self._window_nbytes:
                 self._window_nbytes, self._lent_nbytes = nbytes, 0
         return self._window_nbytes

@@ -111,14 +111,6 @@ class WeightState(Enum):
     ATTACHED = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class HostCopy:
-    """A host block with parts, at their own offsets, of weights that rest on a device."""
-
-    block: Block
-    parts: tuple[range, ...]
-
-
 @dataclass(eq=False, slots=True)
 class Weights:
     """One unit's weights on their way.
@@ -146,7 +138,10 @@ class Weights:
     # Uses and check-outs of callers.
     use_count: int = 0  # Uses in progress: a unit in use is ATTACHED and never evicted.
     is_checked_out: bool = False
-    host_copy: HostCopy | None = None  # While checked out, of weights that rest on a device.
+    # While checked out, of weights that rest on a device: a host block with parts, at their own
+    # offsets.
+    host_copy: Block | None = None
+    copied_parts: tuple[range, ...] = ()
     undecided: UndecidedContent | None = None  # Of an update that no step has decided.
     awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
     kept_check: Callable[[], None] | None = None  # Raises if they were written since their use.
