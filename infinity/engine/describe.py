@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from infinity.engine.engine import Engine
 from infinity.sizes import format_nbytes
-from infinity.state.store import CheckpointLocation, StateLocation
+from infinity.state.store import CheckpointLocation
 
 TIERS = ("device", "host", "nvme", "checkpoint")
 KINDS = ("parameters", "master", "moments", "gradients")
@@ -103,10 +103,12 @@ def describe(engine: Engine) -> Residence:
         # A shard of a rank is a part of a full unit.
         divided = engine.ranks.partition
         num_full = len(store.units if divided is None else divided.full_units)
-        of_full = (place for (unit, _), place in store.placed().items() if unit < num_full)
-        stored = [location.stored for location in map(_checkpoint_of, of_full) if location]
         # As stored, not as decoded.
-        resting["parameters"]["checkpoint"] = sum(weights.nbytes for weights in stored)
+        resting["parameters"]["checkpoint"] = sum(
+            location.stored.nbytes
+            for (unit, _), location in store.placed().items()
+            if unit < num_full and isinstance(location, CheckpointLocation)
+        )
         folders = sorted({os.path.dirname(path) for path in store.shards.identities})
         places["checkpoint"] = "read in place from " + ", ".join(folders)
     if engine.ranks.partition is not None:
@@ -125,7 +127,3 @@ def describe(engine: Engine) -> Residence:
         read_nbytes=int(counted.get("nvme_read_nbytes", 0)),
         written_nbytes=int(counted.get("nvme_write_nbytes", 0)),
     )
-
-
-def _checkpoint_of(location: StateLocation) -> CheckpointLocation | None:
-    return location if isinstance(location, CheckpointLocation) else None

@@ -9,7 +9,6 @@ from infinity.simulate.log import (
     CHECKPOINT_READ,
     COMPUTE,
     D2H,
-    GATHER,
     H2D,
     NUM_STEPS,
     READ,
@@ -139,9 +138,7 @@ class Fetches:
                     "received", name, sharded, [ready, *after], is_by_device=True
                 )
             if self._log.rates.gather is not None:
-                duration_s = load.weight_nbytes / self._log.rates.gather
-                ready = self._log.add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
-                                  nbytes=load.weight_nbytes, traffic=GATHER)  # fmt: skip
+                ready = self._log.gather(name, load.weight_nbytes, [ready])
             if is_staged:
                 # The next one is asked for when this one is decoded.
                 ready, self._space_of_staged = self._log.join(name, [ready, *freed]), freed

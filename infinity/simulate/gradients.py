@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.simulate.log import COMPUTE, D2H, GATHER, H2D, NORMS, READ, WRITE, OperationLog
+from infinity.simulate.log import COMPUTE, D2H, H2D, NORMS, READ, WRITE, OperationLog
 from infinity.simulate.spec import NOT_SHARDED
 
 
@@ -38,9 +38,7 @@ class GradientTraffic:
         if not nbytes:
             return
         if self._log.rates.gather is not None:
-            duration_s = load.weight_nbytes / self._log.rates.gather
-            out = self._log.add(GATHER, name, duration_s, after=[out], nbytes=load.weight_nbytes,
-                                traffic=GATHER)  # fmt: skip
+            out = self._log.gather(name, load.weight_nbytes, [out])
         if load.sharded.sums is not None:
             self.sums[unit] = out
         if tier == "device":

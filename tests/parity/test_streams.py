@@ -323,11 +323,11 @@ def test_an_arrival_ahead_that_finds_no_memory_waits_for_its_use() -> None:
 
     moves: Any = SimpleNamespace(
         weights=[of_unit, feeder], nbytes=[4, 4], lost=set(), feeder_of=lambda _: feeder,
-        is_on_device=lambda _: False, decoding=SimpleNamespace(staged=None),
+        is_on_device=lambda _: False, decoding=SimpleNamespace(staged=None), order=order,
+        source=WeightProvider(), device=SimpleNamespace(shares_host_memory=False),
     )  # fmt: skip
-    device: Any = SimpleNamespace(shares_host_memory=False)
     space: Any = SimpleNamespace(fill_ahead=fill_ahead)
-    ahead = ReadAhead(moves, space, order, WeightProvider(), InputMemory(0, 8), device, 8)
+    ahead = ReadAhead(moves, space, InputMemory(0, 8), 8)
     for count in (1, 2):
         ahead.fetch(Priority.FORWARD)
         assert asked == [(of_unit, feeder)] * count

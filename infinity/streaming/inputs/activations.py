@@ -269,22 +269,29 @@ class ActivationStore:
         return self._pool.tensor(saved.block)[: saved.nbytes].view(saved.dtype)
 
     def _start_write(self, saved: SavedInput) -> None:
-        assert self._volume is not None and self._scratch is not None
-        assert saved.block is not None
+        assert self._scratch is not None
         saved.is_bound_for_nvme = False
         self._leave(saved)
         self._wait_copy(saved, "activations leave the device")
         saved.scratch = self._scratch.take(saved.span_nbytes)
+        self._start_move(saved, is_read=False)
+
+    def _start_move(self, saved: SavedInput, *, is_read: bool) -> None:
+        """Starts a transfer between the block and the extents."""
+        assert self._volume is not None and saved.scratch is not None and saved.block is not None
+        place = saved.scratch.extents
+        span: dict[str, Any] = {
+            "offset_nbytes": 0, "nbytes": saved.span_nbytes, "address": saved.block.address
+        }  # fmt: skip
         asked_ns = time.monotonic_ns()
-        saved.moving = self._volume.write(
-            saved.scratch.extents,
-            offset_nbytes=0,
-            nbytes=saved.span_nbytes,
-            address=saved.block.address,
-            priority=Priority.WRITE_BACK,
-        )
-        self._counters.add("nvme_write_nbytes", saved.span_nbytes)
-        show(self._counters, self._volume, saved.moving, Track.WRITES, _LABEL, asked_ns)
+        if is_read:
+            priority, track, counter = Priority.BACKWARD, Track.READS, "nvme_read_nbytes"
+            saved.moving = self._volume.read(place, **span, priority=priority, label=_LABEL)
+        else:
+            priority, track, counter = Priority.WRITE_BACK, Track.WRITES, "nvme_write_nbytes"
+            saved.moving = self._volume.write(place, **span, priority=priority)
+        self._counters.add(counter, saved.span_nbytes)
+        show(self._counters, self._volume, saved.moving, track, _LABEL, asked_ns)
 
     def _wait_copy(self, saved: SavedInput, what: str) -> None:
         if not saved.copying.done():
@@ -383,24 +390,12 @@ class ActivationStore:
         return saved.copying.done() and has_come
 
     def _start_read(self, saved: SavedInput) -> None:
-        assert self._volume is not None and saved.scratch is not None
-        assert saved.block is not None
-        asked_ns = time.monotonic_ns()
         try:
-            saved.moving = self._volume.read(
-                saved.scratch.extents,
-                offset_nbytes=0,
-                nbytes=saved.span_nbytes,
-                address=saved.block.address,
-                priority=Priority.BACKWARD,
-                label=_LABEL,
-            )
+            self._start_move(saved, is_read=True)
         except BaseException:
             self._free_block(saved)
             raise
         saved.is_reading = True
-        self._counters.add("nvme_read_nbytes", saved.span_nbytes)
-        show(self._counters, self._volume, saved.moving, Track.READS, _LABEL, asked_ns)
 
     def restore(self, saved: SavedInput) -> torch.Tensor:
         """The tensor, on the device, with the strides it had if it was dense. Ends one use; the

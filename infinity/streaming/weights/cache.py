@@ -72,10 +72,8 @@ class WeightCache:
             weights.rests_on_host or weights.rests_on_device for weights in self.weights
         )
         window_nbytes = 0 if is_all_there else budgets.window_nbytes
-        self.space = WeightSpace(self._moves, self._order, pool, device, budgets)
-        self._ahead = ReadAhead(
-            self._moves, self.space, self._order, source, inputs, device, window_nbytes
-        )
+        self.space = WeightSpace(self._moves, budgets)
+        self._ahead = ReadAhead(self._moves, self.space, inputs, window_nbytes)
         self._moves.decoding.prepare(
             budgets.decoded_nbytes, has_second_memory=budgets.staged_nbytes > 0
         )

@@ -41,7 +41,8 @@ class WeightMoves:
     whose weights rest in shards of other units. `on_device`: units on the device that rest
     elsewhere, of `attached_nbytes`. `in_blocks`: those that have a block and rest elsewhere.
     `lost`: units that have left a block or the device since `ReadAhead` looked. `num_changes`:
-    blocks outside the zone that were taken or freed. Called under the engine's lock.
+    blocks outside the zone that were taken or freed. `WeightSpace` and `ReadAhead` work with its
+    `pool`, `device`, `source` and `order`. Called under the engine's lock.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class WeightMoves:
         order: AccessOrder,
     ) -> None:
         self._store = store
-        self._pool = pool
-        self._device = device
+        self.pool = pool
+        self.device = device
         self._counters = counters
-        self._source = source
+        self.source = source
+        self.order = order
         self.decoding = WeightDecoding(store, pool, device, counters, self.detach)
         self.attached_nbytes = 0
         self.num_changes = 0
@@ -90,9 +92,9 @@ class WeightMoves:
         """Returns the unit's weights where they rest, with a region on the device."""
         location = self._store.location(unit, StateKind.PARAMETERS)
         if isinstance(location, DeviceLocation):
-            region = self._device.reserve_resident(location.memory)
+            region = self.device.reserve_resident(location.memory)
             return Weights(unit, region, False, True, WeightState.ATTACHED)
-        region = self._device.reserve(unit.weight_nbytes, unit.name)
+        region = self.device.reserve(unit.weight_nbytes, unit.name)
         if isinstance(location, HostLocation):
             return Weights(unit, region, True, False, WeightState.READY, block=location.block)
         weights = Weights(unit, region, False, False)
@@ -102,14 +104,14 @@ class WeightMoves:
     def _count_absent(self, weights: Weights, sign: int) -> None:
         unit = weights.unit.index
         if not weights.rests_on_device and self._travels[unit]:
-            self._pool.spare.weights_to_come_nbytes += sign * self.nbytes[unit]
+            self.pool.spare.weights_to_come_nbytes += sign * self.nbytes[unit]
 
     # -- Host ------------------------------------------------------------------------------------
 
     def require(self, weights: Weights) -> Block:
         """Allocates the unit's host block. Raises CapacityError."""
         unit = weights.unit
-        return self._pool.require(
+        return self.pool.require(
             self.nbytes[unit.index], f"parameters of {unit.name}", at_top=self.is_at_top(unit)
         )
 
@@ -190,7 +192,7 @@ class WeightMoves:
             self.finish_read(weights)  # A read in flight owns the block until it is over.
         if weights.state is WeightState.STAGED:
             self.unstage(weights)
-        is_shown = self._device.shares_host_memory and weights.decoded is None
+        is_shown = self.device.shares_host_memory and weights.decoded is None
         if weights.state is WeightState.ATTACHED and is_shown:
             self.detach(weights)
         self.start_write(weights)
@@ -202,7 +204,7 @@ class WeightMoves:
         assert weights.block is not None and not weights.rests_on_host
         self.finish_copy(weights)
         # INV-2: transfers are done before the block is freed.
-        self._pool.free(weights.block)
+        self.pool.free(weights.block)
         weights.block = None
         self.in_blocks.remove(weights.unit.index)
         self.lost.add(weights.unit.index)
@@ -255,11 +257,11 @@ class WeightMoves:
     def attach(self, weights: Weights) -> None:
         """Starts the copy from the block to the device, or the decoding there, where space was
         made."""
-        if weights.writing is not None and self._device.shares_host_memory:
+        if weights.writing is not None and self.device.shares_host_memory:
             self.finish_write(weights)  # The pages leave the address the write reads from.
         if weights.unit.stored is None:
             assert weights.block is not None
-            weights.copying = self._device.attach(weights.region, weights.block)
+            weights.copying = self.device.attach(weights.region, weights.block)
         else:
             weights.copying = self.decoding.attach(weights)
             self._note_decoded(weights)
@@ -289,7 +291,7 @@ class WeightMoves:
                 self._start_arrival(weights, feeder, None)
             else:
                 assert weights.block is not None and weights.state is WeightState.READY
-                weights.copying = self._device.stage(weights.block, memory)
+                weights.copying = self.device.stage(weights.block, memory)
                 weights.state = WeightState.STAGED
         except BaseException:
             self.decoding.free_staging()  # What is there is of an earlier unit.
@@ -312,7 +314,7 @@ class WeightMoves:
         if block is None:
             block = self.require(weights)
             self._take(weights, block)
-        self._device.bring_back(weights.region, block).wait()
+        self.device.bring_back(weights.region, block).wait()
         self.detach(weights)
 
     def detach(self, weights: Weights) -> None:
@@ -323,7 +325,7 @@ class WeightMoves:
             and not weights.rests_on_device
         )
         weights.check_kept()
-        self._device.detach(weights.region)  # A copy that is still under way reads the block.
+        self.device.detach(weights.region)  # A copy that is still under way reads the block.
         self._note_decoded(weights)
         self.decoding.drop(weights)
         self.on_device.remove(weights.unit.index)
@@ -353,11 +355,11 @@ class WeightMoves:
         None: the weights come through their own host block."""
         if weights.block is not None:
             return None
-        index = self._source.feeder_of(weights.unit.index)
+        index = self.source.feeder_of(weights.unit.index)
         if index is None:
             return None
         feeder = self.weights[index]
-        if feeder.fills is None and self._source.take_outdated(weights.unit.index):
+        if feeder.fills is None and self.source.take_outdated(weights.unit.index):
             self.discard(feeder)
         return feeder
 
@@ -365,8 +367,8 @@ class WeightMoves:
         unit = weights.unit
         decoding = None if unit.stored is None else self.decoding.on_device(weights)
         block = feeder.block
-        local = feeder.region.content if block is None else self._pool.tensor(block)
-        weights.arrival = self._source.begin(unit.index, region, local, feeder.reading, decoding)
+        local = feeder.region.content if block is None else self.pool.tensor(block)
+        weights.arrival = self.source.begin(unit.index, region, local, feeder.reading, decoding)
         weights.feeder, feeder.fills = feeder, weights
         weights.state = WeightState.ARRIVING
 
@@ -433,6 +435,6 @@ class WeightMoves:
                 with contextlib.suppress(Exception):
                     transfer.wait()
         if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
-            self._device.detach(weights.region)
+            self.device.detach(weights.region)
             self.decoding.drop(weights)
         weights.reading = weights.writing = None

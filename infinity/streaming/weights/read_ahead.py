@@ -14,11 +14,9 @@ import torch
 from infinity.errors import StorageError
 from infinity.storage.protocol import Priority
 from infinity.streaming.inputs.activations import InputMemory
-from infinity.streaming.weights.access_order import AccessOrder
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.space import WeightSpace
-from infinity.streaming.weights.state import WeightProvider, Weights, WeightState
-from infinity.tiers.device import DeviceAdapter
+from infinity.streaming.weights.state import Weights, WeightState
 
 # Units: the next ones are read in time even if their space must be made.
 _NEAR = 2
@@ -34,21 +32,14 @@ class ReadAhead:
     """
 
     def __init__(
-        self,
-        moves: WeightMoves,
-        space: WeightSpace,
-        order: AccessOrder,
-        source: WeightProvider,
-        inputs: InputMemory,
-        device: DeviceAdapter,
-        window_nbytes: int,
+        self, moves: WeightMoves, space: WeightSpace, inputs: InputMemory, window_nbytes: int
     ) -> None:
         self._moves = moves
         self._space = space
-        self._order = order
-        self._source = source
+        self._order = moves.order
+        self._source = moves.source
         self._inputs = inputs  # Layer inputs in the same memory.
-        self._fills = not device.shares_host_memory
+        self._fills = not moves.device.shares_host_memory
         self.is_on = window_nbytes > 0
         self._window_nbytes = window_nbytes
         self._epoch: int | None = None  # When it has looked.

@@ -12,12 +12,11 @@ import torch
 
 from infinity.errors import CapacityError
 from infinity.state.budgets import Budgets
-from infinity.streaming.weights.access_order import NEVER, AccessOrder
+from infinity.streaming.weights.access_order import NEVER
 from infinity.streaming.weights.eviction import Evictable, choose_neighbours
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.state import Weights, WeightState
-from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import Block, HostPool
+from infinity.tiers.host import Block
 from infinity.tiers.ranges import rounded_nbytes
 from infinity.tiers.spare import Giver
 
@@ -44,19 +43,12 @@ class _Refusal:
 class WeightSpace:
     """Makes space by moves of idle units. Writes no field of `Weights`. Under the engine's lock."""
 
-    def __init__(
-        self,
-        moves: WeightMoves,
-        order: AccessOrder,
-        pool: HostPool,
-        device: DeviceAdapter,
-        budgets: Budgets,
-    ) -> None:
+    def __init__(self, moves: WeightMoves, budgets: Budgets) -> None:
         self._moves = moves
         self._weights = moves.weights
-        self._order = order
-        self._pool = pool
-        self._device = device
+        self._order = moves.order
+        self._pool = moves.pool
+        self._device = moves.device
         # Of the device, for weights that rest elsewhere: what they may take now; None: unlimited.
         self._window_nbytes = budgets.device_window_nbytes
         # Never lent: what nested modules use at once, and the largest unit, which is fetched ahead.
@@ -66,8 +58,8 @@ class WeightSpace:
         # Stored blocks, tiles of them and decoded blocks have very different sizes.
         self._has_stored = any(entry.unit.stored is not None for entry in self._weights)
         self._refusal: _Refusal | None = None  # Of the last read ahead among stored weights.
-        pool.add_giver(Giver.WEIGHTS, self.reclaim)
-        pool.add_giver(Giver.DECODED_ZONE, lambda _: self.give_up_zone())
+        self._pool.add_giver(Giver.WEIGHTS, self.reclaim)
+        self._pool.add_giver(Giver.DECODED_ZONE, lambda _: self.give_up_zone())
 
     # -- Device ------------------------------------------------------------------------------------
 
