@@ -405,7 +405,7 @@ def test_a_long_trace_times_each_copy_by_a_young_clock(monkeypatch: pytest.Monke
         copies = [copied(), copied()]
         monkeypatch.setattr("infinity.tiers.streams._CLOCK_NS", 0)
         copies += [copied(), copied()]
-        clocks = [copy._traced.clock for copy in copies if copy._traced is not None]
+        clocks = [copy._begun[0] for copy in copies if copy._begun is not None]
         assert len(set(map(id, clocks))) == 3, "two copies share the first clock"
         for copy in copies:
             [(_, nbytes, start_ns, end_ns)] = copy.passages()
