@@ -64,9 +64,6 @@ class WeightMoves:
         self.attached_nbytes = 0
         self.num_changes = 0
         self.lost: set[int] = set()
-        # Where the next use waits for the write, the write does not wait behind updated state.
-        is_awaited = device.shares_host_memory
-        self._write_priority = Priority.STATE if is_awaited else Priority.WRITE_BACK
         self.nbytes = [
             unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
             for unit in store.units
@@ -408,12 +405,14 @@ class WeightMoves:
             return
         assert weights.block is not None
         self.finish_write(weights)
+        # Where the next use waits for the write, the write does not wait behind updated state.
+        is_awaited = self.device.shares_host_memory
         weights.writing = self._store.write(
             weights.unit,
             StateKind.PARAMETERS,
             weights.block,
             nbytes=weights.dirty_nbytes,
-            priority=self._write_priority,
+            priority=Priority.STATE if is_awaited else Priority.WRITE_BACK,
             undecided=weights.undecided,
         )
         weights.dirty_nbytes = 0
