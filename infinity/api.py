@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from infinity.checkpoint.huggingface.import_checks import refuse_codes
-from infinity.checkpoint.huggingface.weight_source import weight_source
+from infinity.checkpoint.huggingface.import_weights import refuse_codes, weight_source
 from infinity.checkpoint.run.directory import find_checkpoint
 from infinity.checkpoint.run.links import plan_adoption
 from infinity.checkpoint.run.references import directory_of_base

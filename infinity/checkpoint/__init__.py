@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         export_checkpoint_safetensors,
         export_safetensors,
     )
-    from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
+    from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
     from infinity.checkpoint.run.copy import Saving
     from infinity.checkpoint.run.inspection import inspect
     from infinity.checkpoint.run.load import load
@@ -50,7 +50,7 @@ _MODULE_OF = {
         "dcp.export_state": ("export_checkpoint_dcp", "export_dcp"),
         "dcp.import_state": ("import_dcp",),
         "huggingface.export_weights": ("export_checkpoint_safetensors", "export_safetensors"),
-        "huggingface.weight_source": ("WeightSource", "weight_source"),
+        "huggingface.import_weights": ("WeightSource", "weight_source"),
         "run.copy": ("Saving",),
         "run.inspection": ("inspect",),
         "run.load": ("load",),

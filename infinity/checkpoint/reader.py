@@ -16,9 +16,9 @@ from typing import Any, Literal, Protocol, cast, get_args
 import torch
 from torch import nn
 
-from infinity.checkpoint.run.contents import buffers_of
+from infinity.checkpoint.run.contents import buffers_of, in_row_major, row_major_stride
 from infinity.checkpoint.run.directory import find_checkpoint
-from infinity.checkpoint.run.layout import in_row_major, row_major_stride
+from infinity.checkpoint.run.load import program_of
 from infinity.checkpoint.run.opened import OpenCheckpoint, SavedTensor, StoredReader
 from infinity.checkpoint.run.references import directory_of_base
 from infinity.engine.registry import engine_of
@@ -206,7 +206,7 @@ class CheckpointSource:
                 "export the offloaded model, or save its adapter and merge it with the base "
                 "(infinity merge)"
             )
-        self.optimizer: dict[str, Any] | None = checkpoint.program()["optimizer"]
+        self.optimizer: dict[str, Any] | None = program_of(checkpoint)["optimizer"]
         self._optimized = _optimized(self.optimizer)
         self._reader = StoredReader()
         self._stored = {

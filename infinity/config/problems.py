@@ -90,8 +90,8 @@ def from_validation(
 def _text(fault: ErrorDetails, keys: KnownKeys) -> str:
     kind, value = fault["type"], fault["input"]
     if kind == "missing":
-        expected = keys[_table_of(fault["loc"][:-1])][str(fault["loc"][-1])]
-        return f"a required key is missing; expected {expected}"
+        wanted = keys[_table_of(fault["loc"][:-1])][str(fault["loc"][-1])]
+        return f"a required key is missing; expected {wanted}"
     if kind == "extra_forbidden":
         table, key = _table_of(fault["loc"][:-1]), str(fault["loc"][-1])
         return f"unknown key; {suggest(table, key, keys)}"
@@ -112,28 +112,43 @@ def _table_of(place: Iterable[str | int]) -> str:
     return re.sub(r"\[\d+\]", "[]", dotted(place))
 
 
+def tables_in(
+    model: type[BaseModel], table: str = ""
+) -> Iterator[tuple[str, type[BaseModel], dict[str, FieldInfo]]]:
+    """Yields ("tiers.nvme[]", its section, the fields by key) for every table of the tree, a table
+    before those in it."""
+    fields = {info.alias or name: info for name, info in model.model_fields.items()}
+    yield table, model, fields
+    for key, info in fields.items():
+        place = f"{table}.{key}" if table else key
+        for inner, is_list in sections_in(info.annotation):
+            yield from tables_in(inner, f"{place}[]" if is_list else place)
+
+
 def known_keys(root: type[BaseModel]) -> KnownKeys:
     """The keys of the whole tree: {"": {...}, "tiers.nvme[]": {"path": "a path", ...}, ...}."""
-    tables: KnownKeys = {}
-
-    def visit(model: type[BaseModel], table: str) -> None:
-        fields = {f.alias or name: f for name, f in model.model_fields.items()}
-        tables[table] = {key: _expected(info) for key, info in fields.items()}
-        for key, info in fields.items():
-            place = f"{table}.{key}" if table else key
-            for inner, is_list in sections_in(info.annotation):
-                visit(inner, f"{place}[]" if is_list else place)
-
-    visit(root, "")
-    return tables
+    return {
+        table: {key: expected(info.annotation, info.metadata) for key, info in fields.items()}
+        for table, _, fields in tables_in(root)
+    }
 
 
-def _expected(info: FieldInfo) -> str:
-    for marker in info.metadata:
+def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """Returns the values that a file may have, as a phrase that follows "expected"."""
+    for marker in metadata:
         if isinstance(marker, ValueType):
             return marker.expected
-    is_list = any(in_list for _, in_list in sections_in(info.annotation))
-    return "a list" if is_list else "a value"
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return expected(inner[0], inner[1:])
+    if origin in (typing.Union, types.UnionType):
+        return expected(inner[0])
+    if origin in (tuple, list):
+        if any(sections_in(annotation)):
+            return "a list of tables"
+        count = f" of {len(inner)}" if origin is tuple and ... not in inner else ""
+        return f"a list{count}: each {expected(inner[0])}"
+    return "a table"
 
 
 def sections_in(

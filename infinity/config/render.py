@@ -8,12 +8,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import WithDefaultSchema
 
 from infinity.config import problems
 from infinity.config.schema import SCHEMA
 from infinity.config.swap import SwapConfig
+from infinity.config.values import ValueType
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _INTRODUCTION = f"""\
@@ -141,71 +143,37 @@ def json_schema() -> dict[str, Any]:
 
 def to_markdown() -> str:
     """The reference of every section and key, generated from the schema."""
-    schema = json_schema()
-    definitions = schema["$defs"]
     parts = [_INTRODUCTION]
-
-    def visit(node: dict[str, Any], table: str) -> None:
-        required = node.get("required", [])
-        rows, inner = [], []
-        for key, value in node["properties"].items():
-            section, is_list = _section_of(value)
-            if section is None or is_list:
-                rows.append(_row(key, value, is_required=key in required))
-            if section is not None:
-                place = f"{table}.{key}" if table else key
-                inner.append((definitions[section], f"{place}[]" if is_list else place))
+    for table, section, fields in problems.tables_in(SwapConfig):
         title = f"`{problems.written(table)}`" if table else "Top level"
-        parts.append(f"## {title}\n\n{' '.join(node['description'].split())}\n")
+        parts.append(f"## {title}\n\n{' '.join((section.__doc__ or '').split())}\n")
+        rows = []
+        for key, info in fields.items():
+            inner = list(problems.sections_in(info.annotation))
+            if not inner or any(is_list for _, is_list in inner):
+                rows.append(_row(key, info))
         if rows:
             head = "| key | value | default | meaning |\n| --- | --- | --- | --- |\n"
             parts.append(head + "\n".join(rows) + "\n")
         if table in _BEHIND:
             parts.append(_BEHIND[table])
-        for child, place in inner:
-            visit(child, place)
-
-    visit(schema, "")
     return "\n".join(parts)
 
 
-def _section_of(node: dict[str, Any], *, is_list: bool = False) -> tuple[str | None, bool]:
-    """The section that a schema node refers to, and whether it stands in a list."""
-    if "$ref" in node:
-        return node["$ref"].rpartition("/")[2], is_list
-    inner = [(option, is_list) for option in node.get("anyOf", ())]
-    if isinstance(node.get("items"), dict):
-        inner.append((node["items"], True))
-    for option, in_list in inner:
-        name, found_in_list = _section_of(option, is_list=in_list)
-        if name is not None:
-            return name, found_in_list
-    return None, False
-
-
-def _row(key: str, node: dict[str, Any], *, is_required: bool) -> str:
-    if is_required:
+def _row(key: str, info: FieldInfo) -> str:
+    extra = info.json_schema_extra
+    written = info.default
+    for marker in info.metadata:
+        if isinstance(marker, ValueType) and not info.is_required():
+            written = marker.write(info.default)
+    if info.is_required():
         default = "required"
-    elif "x-default" in node:
-        default = node["x-default"]
-    elif node.get("default") is None:
+    elif isinstance(extra, dict) and "x-default" in extra:
+        default = str(extra["x-default"])
+    elif info.default_factory is not None or written is None:
         default = "not set"
     else:
-        default = f"`{json.dumps(node['default'])}`"
-    cells = (f"`{key}`", _phrase(node), default, node.get("description", ""))
+        default = f"`{json.dumps(written)}`"
+    phrase = problems.expected(info.annotation, info.metadata)
+    cells = (f"`{key}`", phrase, default, info.description or "")
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _phrase(node: dict[str, Any]) -> str:
-    """Returns the values that a file may have, in the phrase of error messages."""
-    if "x-expected" in node:
-        return str(node["x-expected"])
-    if "prefixItems" in node:
-        return f"a list of {len(node['prefixItems'])}: each {_phrase(node['prefixItems'][0])}"
-    if node.get("type") == "array":
-        is_section = _section_of(node)[0] is not None
-        return "a list of tables" if is_section else f"a list: each {_phrase(node['items'])}"
-    for option in node.get("anyOf", ()):
-        if option.get("type") != "null":
-            return _phrase(option)
-    return "a table"

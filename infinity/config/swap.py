@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from infinity.config import problems
-from infinity.config.schema import SCHEMA, Section, defaults, null_as_empty
+from infinity.config.schema import SCHEMA, Section, defaults
 from infinity.config.schema.engine import Distributed, Io, IoEngineName, Precision, Schedule
 from infinity.config.schema.inputs import AdapterConfig, Data, Model
 from infinity.config.schema.optimizer import Optimizer
@@ -72,14 +72,6 @@ class SwapConfig(Section):
     train: Train | None = None
     output: Output = defaults()
     checkpoint: Checkpoint | None = None
-
-    @field_validator(
-        "tiers", "placement", "io", "schedule", "distributed", "precision", "optimizer", "output",
-        mode="before",
-    )  # fmt: skip
-    @classmethod
-    def _empty(cls, value: Any) -> Any:
-        return null_as_empty(value)
 
     @field_validator("placement")
     @classmethod

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from infinity.bounded import MalformedError, read_json, table_of
-from infinity.checkpoint.huggingface.import_checks import with_declared
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
+from infinity.checkpoint.huggingface.weight_tensors import with_declared
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError

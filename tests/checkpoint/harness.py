@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.checkpoint.run.linked import TABLE_NAME
+from infinity.checkpoint.run.format import TABLE_NAME
 from infinity.checkpoint.run.links import plan_adoption
 from infinity.config import SwapConfig
 from infinity.engine.build import build

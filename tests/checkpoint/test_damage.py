@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.checkpoint.run.inspection import remove_own
+from infinity.checkpoint.run.directory import remove_own
+from infinity.checkpoint.run.format import DIGEST_NAME, MANIFEST_NAME, SCHEMA
 from infinity.checkpoint.run.load import read_program
-from infinity.checkpoint.run.manifest import DIGEST_NAME, MANIFEST_NAME, SCHEMA, digest_line
 from infinity.errors import ConfigError, CorruptionError, InfinityError, UnsupportedError
 from tests.support.bits import assert_same
-from tests.support.damaged import replace_file
+from tests.support.damaged import edit_manifest, replace_file
 from tests.support.forked import COMMAND, run_script
 
 from .harness import content, run, table
@@ -168,11 +168,7 @@ def test_files_of_another_length_are_found_without_reading_them(saved, linked, t
 
 
 def test_a_newer_one_is_refused(copy, tmp_path):
-    body = json.loads((copy / MANIFEST_NAME).read_text())
-    body["schema"] = SCHEMA + 1
-    changed = json.dumps(body).encode()
-    (copy / MANIFEST_NAME).write_bytes(changed)
-    (copy / DIGEST_NAME).write_bytes(digest_line(changed))
+    edit_manifest(copy, lambda body: body.update(schema=SCHEMA + 1))
     with run("conv", tmp_path / "swap") as each, pytest.raises(UnsupportedError, match="upgrade"):
         each.load(copy)
 

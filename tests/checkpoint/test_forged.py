@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import random
@@ -15,9 +14,9 @@ import pytest
 import torch
 
 import infinity
-from infinity.checkpoint.run.linked import TABLE_NAME
-from infinity.checkpoint.run.manifest import DIGEST_NAME, MANIFEST_NAME, digest_line
+from infinity.checkpoint.run.format import TABLE_NAME
 from infinity.errors import InfinityError
+from tests.support.damaged import replace_file
 from tests.support.exhaustive import sampled
 
 from .harness import durable, run
@@ -43,18 +42,7 @@ def table_of(path: Path) -> Any:
 
 def put_table(path: Path, table: Any) -> None:
     """Writes a table, with its digests: a forger knows how to compute a SHA-256."""
-    content = json.dumps(table, separators=(",", ":")).encode()
-    (path / TABLE_NAME).write_bytes(content)
-    body = json.loads((path / MANIFEST_NAME).read_bytes())
-    for file in body["files"]:
-        if file["name"] == TABLE_NAME:
-            file["nbytes"] = len(content)
-            file["extents"][0] |= {
-                "nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()
-            }  # fmt: skip
-    manifest = json.dumps(body).encode()
-    (path / MANIFEST_NAME).write_bytes(manifest)
-    (path / DIGEST_NAME).write_bytes(digest_line(manifest))
+    replace_file(path, TABLE_NAME, json.dumps(table, separators=(",", ":")).encode())
 
 
 def faults(path: Path) -> list[str]:

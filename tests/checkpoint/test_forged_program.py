@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.checkpoint.run.program import check_kinds, load_plain, pack_program, parse_program
+from infinity.checkpoint.run.load import check_kinds, load_plain, pack_program, parse_program
 from infinity.errors import ConfigError, CorruptionError
 from tests.support.bits import assert_same
 from tests.support.forked import run_script
@@ -171,7 +171,7 @@ def test_a_bomb_is_refused_in_little_memory() -> None:
     script = """
 import io, resource, sys, zipfile
 from pathlib import Path
-from infinity.checkpoint.run.program import parse_program
+from infinity.checkpoint.run.load import parse_program
 from infinity.errors import CorruptionError
 import torch
 buffer = io.BytesIO()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME
+from infinity.checkpoint.run.format import CHECKSUMS_NAME, TABLE_NAME
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 from tests.support.file_systems import ext4_on_loop

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.checkpoint.run.manifest import (
+from infinity.checkpoint.run.format import (
     SCHEMA,
     FileEntry,
     Manifest,
     StoredRange,
     digest_line,
-    parse,
-    to_bytes,
+    manifest_to_bytes,
+    parse_manifest,
 )
 from infinity.errors import CorruptionError, UnsupportedError
 
@@ -45,12 +45,12 @@ def manifests(draw):
 
 
 def read(content: bytes) -> Manifest:
-    return parse(content, digest_line(content), path="manifest.json")
+    return parse_manifest(content, digest_line(content), path="manifest.json")
 
 
 @given(manifests())
 def test_what_is_written_is_read(manifest):
-    assert read(to_bytes(manifest)) == manifest
+    assert read(manifest_to_bytes(manifest)) == manifest
     by_kind = manifest.nbytes_by_kind()
     assert sum(by_kind.values()) == manifest.nbytes
 
@@ -58,7 +58,7 @@ def test_what_is_written_is_read(manifest):
 @given(manifests(), st.data())
 def test_any_changed_byte_is_found(manifest, data):
     """Of the manifest and of its digest, cut-off ends included."""
-    content = to_bytes(manifest)
+    content = manifest_to_bytes(manifest)
     digest = digest_line(content)
     whole = content + digest
     place = data.draw(st.integers(0, len(whole) - 1))
@@ -66,9 +66,11 @@ def test_any_changed_byte_is_found(manifest, data):
     changed = bytearray(whole)
     changed[place] ^= flip
     with pytest.raises(CorruptionError, match=r"'manifest\.json'.*damaged"):
-        parse(bytes(changed[: len(content)]), bytes(changed[len(content) :]), path="manifest.json")
+        parse_manifest(
+            bytes(changed[: len(content)]), bytes(changed[len(content) :]), path="manifest.json"
+        )
     with pytest.raises(CorruptionError):
-        parse(whole[:place], digest, path="manifest.json")
+        parse_manifest(whole[:place], digest, path="manifest.json")
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(),
@@ -80,7 +82,7 @@ def test_foreign_json_is_refused_by_name(value):
 
 @given(manifests(), st.data())
 def test_a_manifest_with_something_missing_is_refused(manifest, data):
-    body = json.loads(to_bytes(manifest))
+    body = json.loads(manifest_to_bytes(manifest))
     key = data.draw(st.sampled_from(sorted(body)))
     del body[key]
     with pytest.raises(CorruptionError, match=r"manifest\.json"):
@@ -88,7 +90,7 @@ def test_a_manifest_with_something_missing_is_refused(manifest, data):
 
 
 def test_a_newer_schema_is_refused_with_the_remedy():
-    body = json.loads(to_bytes(Manifest(1, "", "", ())))
+    body = json.loads(manifest_to_bytes(Manifest(1, "", "", ())))
     body["schema"] = SCHEMA + 1
     body["whatever"] = "comes later"
     with pytest.raises(UnsupportedError, match="upgrade"):
@@ -117,7 +119,7 @@ FILE = FileEntry("a", 3, (extent(0, 1), extent(1, 2)))
 )
 def test_places_that_cannot_be_are_refused(files):
     with pytest.raises(CorruptionError, match=r"manifest\.json"):
-        read(to_bytes(Manifest(1, "now", "me", files)))
+        read(manifest_to_bytes(Manifest(1, "now", "me", files)))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,6 @@ def test_places_that_cannot_be_are_refused(files):
     ],
 )
 def test_absurd_values_are_damage(key, value):
-    body = json.loads(to_bytes(Manifest(1, "now", "me", (FILE,)))) | {key: value}
+    body = json.loads(manifest_to_bytes(Manifest(1, "now", "me", (FILE,)))) | {key: value}
     with pytest.raises(CorruptionError, match=r"manifest\.json"):
         read(json.dumps(body).encode())

@@ -21,7 +21,7 @@ import pytest
 import infinity
 from infinity.checkpoint import Saving
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
-from infinity.checkpoint.run.manifest import MANIFEST_NAME
+from infinity.checkpoint.run.format import MANIFEST_NAME
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Unit
 from infinity.storage.volume import Volume

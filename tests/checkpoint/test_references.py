@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import infinity
-from infinity.checkpoint.run.inspection import remove_own
-from infinity.checkpoint.run.manifest import DIGEST_NAME, MANIFEST_NAME, digest_line
+from infinity.checkpoint.run.directory import remove_own
 from infinity.checkpoint.run.references import SHARDS_NAME, directory_of_base
 from infinity.errors import CorruptionError
 from tests.parity.in_place import Base, config_of, over, train
+from tests.support.damaged import edit_manifest
 
 FORGOTTEN = "the manifest does not name it"
 
@@ -53,11 +53,11 @@ def other_digit(copy: Path) -> None:
 
 def forget(copy: Path) -> None:
     """Another manifest, which has a right digest and does not name the reference."""
-    body = json.loads((copy / MANIFEST_NAME).read_bytes())
-    body["files"] = [file for file in body["files"] if file["name"] != SHARDS_NAME]
-    content = json.dumps(body).encode()
-    (copy / MANIFEST_NAME).write_bytes(content)
-    (copy / DIGEST_NAME).write_bytes(digest_line(content))
+
+    def edit(body: dict[str, Any]) -> None:
+        body["files"] = [file for file in body["files"] if file["name"] != SHARDS_NAME]
+
+    edit_manifest(copy, edit)
 
 
 def test_a_reference_that_is_whole_is_loaded(copy: Path, base: Base, tmp_path: Path) -> None:

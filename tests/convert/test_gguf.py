@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import infinity
-from infinity.checkpoint.huggingface.weight_source import weight_source
+from infinity.checkpoint.huggingface.import_weights import weight_source
 from infinity.codecs.blocks import LAYOUTS, GgmlBlocks
 from infinity.errors import ConfigError, CorruptionError
 from infinity.tools.convert.gguf import plan_gguf

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from infinity.checkpoint.huggingface.import_checks import read_config
-from infinity.checkpoint.huggingface.weight_source import weight_source
+from infinity.checkpoint.huggingface.import_weights import weight_source
+from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.errors import ConfigError
 from infinity.tools.cli import app
 from infinity.tools.convert.rewrite import write_directory

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from infinity.checkpoint.huggingface.weight_source import weight_source
+from infinity.checkpoint.huggingface.import_weights import weight_source
 from infinity.codecs import AffineGroups, FloatBlocks, Plain, TableBlocks
 from infinity.errors import ConfigError, StorageError
 from infinity.tools.cli import app

@@ -18,9 +18,12 @@ import pytest
 from infinity.bounded import MalformedError
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.checkpoint.huggingface.weight_tensors import find_files
-from infinity.checkpoint.run.linked import parse as parse_table
-from infinity.checkpoint.run.manifest import digest_line, files_of_bytes
-from infinity.checkpoint.run.manifest import parse as parse_manifest
+from infinity.checkpoint.run.format import (
+    digest_line,
+    files_of_bytes,
+    parse_manifest,
+    parse_table,
+)
 from infinity.config import SwapConfig
 from infinity.config.deepspeed import configuration_of, translate
 from infinity.config.source import read_file

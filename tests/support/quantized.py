@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.huggingface.import_checks import read_config
+from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.codecs import (
     AffineGroups,
     Codec,

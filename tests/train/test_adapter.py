@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import infinity
-from infinity.checkpoint.huggingface.weight_source import weight_source
+from infinity.checkpoint.huggingface.import_weights import weight_source
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import published_config

@@ -6,7 +6,6 @@ each tensor from its shards. Everything that the metadata shows is checked befor
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 from typing_extensions import override
 
 from infinity.checkpoint.dcp import in_one_process
-from infinity.checkpoint.huggingface.import_checks import refuse_codes
-from infinity.checkpoint.run.layout import StateTensor, is_row_major, kept_tensors
+from infinity.checkpoint.huggingface.import_weights import refuse_codes
+from infinity.checkpoint.run.contents import StateTensor, is_row_major, kept_tensors
 from infinity.checkpoint.run.load import fill_state_kind
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
-from infinity.errors import ConfigError, CorruptionError, StorageError, UnsupportedError
+from infinity.errors import ConfigError, StorageError, UnsupportedError, corrupt
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.state.moments import moments_of
 from infinity.state.units import StateKind, TensorSpec
@@ -134,7 +133,7 @@ class _Directory:
         except OSError as error:
             raise StorageError(error.errno or 0, operation="read", path=str(path)) from None
         except Exception as error:  # Damaged bytes may make pickle raise any error.
-            raise _damaged(path / ".metadata", f"it cannot be unpickled: {error}") from error
+            raise corrupt(str(path / ".metadata"), f"it cannot be unpickled: {error}") from error
         self._metadata = metadata
         self._items = metadata.state_dict_metadata
         self.model_prefix = ""
@@ -157,7 +156,7 @@ class _Directory:
             with in_one_process():
                 dcp.load({key: value}, storage_reader=reader, planner=planner, no_dist=True)
         except Exception as error:  # Damaged bytes may make torch raise any error.
-            raise _damaged(self.path, f"{key!r} cannot be read: {error!r}") from error
+            raise corrupt(str(self.path), f"{key!r} cannot be read: {error!r}") from error
         return planner.state_dict[key]  # A tensor is `value`, filled; an object is a new one.
 
     # -- Weights -----------------------------------------------------------------------------------
@@ -336,7 +335,3 @@ class _Directory:
             return self._load(key, None)
         tensor = self.read(key)
         return tensor.item() if tensor.numel() == 1 else tensor.tolist()
-
-
-def _damaged(path: Path, detail: str) -> CorruptionError:
-    return CorruptionError(errno.EILSEQ, operation="read", path=str(path), detail=detail)

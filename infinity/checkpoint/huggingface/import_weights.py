@@ -1,5 +1,9 @@
 """Plans and streams the weights of a Hugging Face directory into tiers, tensor by tensor.
 
+    source = weight_source("path/to/checkpoint")  # reads and checks the headers of all files
+    plan = source.plan(model)                     # checks every name, shape and conversion
+    plan.load(engine.write_parameter)             # streams; nothing is written before this line
+
 `write(name, tensor)` gets each parameter once, under its first name in `model.named_parameters()`,
 in full or by tiles (`load`), as a fresh CPU tensor **in the dtype of the file**. The writer casts,
 because the fp32 master needs the value of the file, not a value that was rounded to bf16. The
@@ -8,27 +12,26 @@ the source tensors of one target and the target (for example one expert stack), 
 
 Everything that a header shows is checked before the first write: the length of every file, tensors
 missing from the file that the index names, missing and unexpected tensors, codes of quantised
-weights, shapes, conversions, and equality of tied weights. Errors: CorruptionError for bytes that
-contradict each other, ConfigError if checkpoint and model do not belong together, StorageError for
-a read that fails.
+weights, shapes, conversions, and equality of tied weights. A quantised checkpoint has the names and
+often the shapes of a plain one, and codes that are read as numbers train without an error. So a
+tensor that the model has no place for (a scale, a zero point) is refused as well. Errors:
+CorruptionError for bytes that contradict each other, ConfigError if checkpoint and model do not
+belong together, StorageError for a read that fails.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Set
+import os
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.checkpoint.huggingface.import_checks import (
-    is_ignored,
-    is_new_head,
-    is_other_head,
-    refuse_codes,
-    refuse_unexpected,
-)
 from infinity.checkpoint.huggingface.model_view import ModelView, WeightTarget
 from infinity.checkpoint.huggingface.names import (
     PlacedSource,
@@ -39,44 +42,75 @@ from infinity.checkpoint.huggingface.names import (
     planned_targets,
 )
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
-from infinity.checkpoint.huggingface.weight_tensors import WeightTensors
+from infinity.checkpoint.huggingface.weight_tensors import WeightTensors, read_config
 from infinity.errors import ConfigError, listed
 from infinity.modules.reading.dtypes import names_kept_wide
 from infinity.state.stored import StoredSlice, StoredTensor
 from infinity.storage.shards import ShardIdentity
 
 _log = logging.getLogger("infinity")
+_WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Write = Callable[[str, torch.Tensor], None]
 TileRows = Callable[[str], list[tuple[str, int, int]]]
 
 
-def plan_import(
-    source: WeightTensors, model: nn.Module, *, strict: bool, ignore: Sequence[str]
-) -> ImportPlan:
-    """Plans every write of `source` into `model`. Arguments and errors: `WeightSource.plan`."""
-    view, names = ModelView(model), source.names()
-    groups, unexpected = import_groups(view.model, names, view.targets)
-    kept, missing, without_place = _match(source, view, groups)
-    missing = [name for name in missing if not view.may_be_missing(name)]
-    is_head = bool(missing) and is_new_head(view.model, missing, source.path)
-    if missing and strict and not is_head:
-        raise ConfigError(
-            f"{source.path} lacks {listed(missing)} of {type(view.model).__name__}; "
-            f"it has {len(names)} tensors, e.g. {listed(names[:3])}. "
-            "Is it a checkpoint of this architecture and these sizes?"
+def weight_source(path: str | os.PathLike[str]) -> WeightSource:
+    """Opens a directory in Hugging Face layout (one file or an index), or one safetensors file.
+
+    Reads and checks all headers. Raises ConfigError for a path without weights, CorruptionError for
+    a damaged header or index, StorageError for a read that fails.
+    """
+    return WeightSource(path)
+
+
+class WeightSource(WeightTensors):
+    """The tensors of a checkpoint, and plans of loading them into a model. Raises as
+    `WeightTensors`."""
+
+    def plan(
+        self, model: nn.Module, *, strict: bool = True, ignore: Sequence[str] = ()
+    ) -> ImportPlan:
+        """Plans every write. Reads no tensor, except to compare tied weights that are stored twice.
+
+        With `strict`, ConfigError is raised for a parameter that the checkpoint lacks, unless it is
+        a head that the class of the checkpoint does not have; and for a tensor that the model has
+        no place for, unless transformers ignores it, it belongs to the head of another class, or a
+        pattern in `ignore` matches it. Without `strict` both are only listed, in `missing` and
+        `unexpected` of the plan. Codes of quantised weights always raise ConfigError.
+        """
+        view, names = ModelView(model), self.names()
+        groups, unexpected = import_groups(view.model, names, view.targets)
+        kept, missing, without_place = _match(self, view, groups)
+        missing = [name for name in missing if not view.may_be_missing(name)]
+        is_head = bool(missing) and _is_new_head(view.model, missing, self.path)
+        if missing and strict and not is_head:
+            raise ConfigError(
+                f"{self.path} lacks {listed(missing)} of {type(view.model).__name__}; "
+                f"it has {len(names)} tensors, e.g. {listed(names[:3])}. "
+                "Is it a checkpoint of this architecture and these sizes?"
+            )
+        unexpected = [
+            name
+            for name in (*unexpected, *without_place)
+            if not is_expected_extra(view.model, name)
+            and not view.computes(name)
+            and not _is_ignored(name, ignore)
+        ]
+        heads = [name for name in unexpected if _is_other_head(view.model, name, names)]
+        if strict:
+            _refuse_unexpected(self.path, view.model, [n for n in unexpected if n not in heads])
+        return ImportPlan(
+            source=self, view=view, groups=kept, missing=missing, unexpected=unexpected
         )
-    unexpected = [
-        name
-        for name in (*unexpected, *without_place)
-        if not is_expected_extra(view.model, name)
-        and not view.computes(name)
-        and not is_ignored(name, ignore)
-    ]
-    heads = [name for name in unexpected if is_other_head(view.model, name, names)]
-    if strict:
-        refuse_unexpected(source.path, view.model, [n for n in unexpected if n not in heads])
-    return ImportPlan(source=source, view=view, groups=kept, missing=missing, unexpected=unexpected)
+
+    def load_into(
+        self, model: nn.Module, write: Write, *, strict: bool = True, ignore: Sequence[str] = ()
+    ) -> ImportPlan:
+        """Runs `plan` and `load`; returns the plan. Raises as these."""
+        plan = self.plan(model, strict=strict, ignore=ignore)
+        plan.load(write)
+        return plan
 
 
 def _match(
@@ -95,7 +129,7 @@ def _match(
     without_place: list[str] = []
     for group in groups:
         is_new = False
-        made = planned_targets(group, facts, view.proxy())
+        made = planned_targets(group, facts, view)
         for name, (shape, _) in made.items():
             target = view.targets.get(name)
             if target is None:
@@ -182,7 +216,7 @@ class ImportPlan:
         is not among them.
         """
         found: dict[str, StoredTensor] = {}
-        places = SourcePlaces(self.view.proxy())
+        places = SourcePlaces(self.view)
         for planned in self.groups:
             names = planned.group.source_names
             shapes = [self.source.shape(name) for name in names]
@@ -225,7 +259,7 @@ class ImportPlan:
                     continue
                 if tile_rows is not None and self._load_by_tiles(group, write, tile_rows, written):
                     continue
-                made = group.convert(self.source.read, self.view.proxy())
+                made = group.convert(self.source.read, self.view)
                 while made:
                     name, tensor = made.popitem()
                     target = self.view.targets.get(name)
@@ -289,3 +323,74 @@ def _set_buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module._buffers[name] = tensor.to(buffer.dtype)
     else:
         buffer.copy_(tensor)
+
+
+def refuse_codes(
+    path: object,
+    target: str,
+    wanted: torch.dtype,
+    sources: Iterable[tuple[str, torch.dtype | str]],
+) -> None:
+    """Raises ConfigError if a float weight would be read from codes of a quantised one.
+
+    Sources are (name, dtype). Allowed are the dtype of the model and the wide ones.
+    """
+    if not wanted.is_floating_point:
+        return
+    for name, dtype in sources:
+        if dtype not in _WIDE and dtype is not wanted:
+            raise ConfigError(
+                f"{path}: {name!r} is {dtype}, and {target!r} of the model is {wanted}; codes of "
+                "a quantized weight are not its numbers. Use the bfloat16 or float32 checkpoint "
+                "of the model, or dequantize this one and save it"
+            )
+
+
+def _refuse_unexpected(path: object, model: nn.Module, names: Sequence[str]) -> None:
+    """Raises ConfigError if `names`, tensors that the model has no place for, is not empty."""
+    if names:
+        raise ConfigError(
+            f"{path} has tensors that {type(model).__name__} has no place for: {listed(names)}. "
+            "Scales of a quantized checkpoint, or parts that the model lacks? Build the model that "
+            "the checkpoint is of, or say which are to be left out: infinity.offload(..., "
+            'weights=..., ignore=["pattern", ...]), in a file `model.ignore`'
+        )
+
+
+def _is_ignored(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the shell patterns matches the name of a tensor."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_other_head(model: Any, name: str, source_names: Iterable[str]) -> bool:
+    """Whether tensor `name` belongs to a head that the checkpoint has and the model does not have.
+
+    Such a tensor lies outside the base model, in a module that the model does not have.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    if not prefix or not any(source.startswith(f"{prefix}.") for source in source_names):
+        return False
+    return not name.startswith(f"{prefix}.") and not _has(model, name.rpartition(".")[0])
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _is_new_head(model: Any, missing: Sequence[str], directory: Path) -> bool:
+    """Whether the missing names are those of a new head on the base model of the checkpoint.
+
+    Then config.json names another class, and no tensor of the base model is missing. Raises
+    ConfigError for a config.json that cannot be read.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    if not prefix or not _has(model, prefix) or getattr(model, prefix) is model:
+        return False
+    if any(name.startswith(f"{prefix}.") for name in missing):
+        return False
+    classes = read_config(directory).get("architectures")
+    return isinstance(classes, list) and classes != [] and type(model).__name__ not in classes

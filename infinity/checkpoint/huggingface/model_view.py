@@ -6,7 +6,6 @@ used. A PEFT model has the names of the model that it wraps; its adapters have n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +41,14 @@ class WeightTarget:
 
 
 class ModelView:
-    """A model under the names of its checkpoint, without the wrapping of PEFT."""
+    """A model under the names of its checkpoint, without the wrapping of PEFT.
+
+    `config` and `get_parameter` are what conversions need of a model.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model: nn.Module = model.get_base_model() if _is_peft(model) else model
+        self.config: Any = getattr(self.model, "config", None)
         self.targets: dict[str, WeightTarget] = {}
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         parameters: dict[str, list[nn.Parameter]] = {}
@@ -101,17 +104,8 @@ class ModelView:
             for own in self._computed.get(leaf, ())
         )
 
-    def proxy(self) -> Any:
-        """Returns what conversions need of a model: configuration and shapes of parameters."""
-        return _Proxy(getattr(self.model, "config", None), self.targets)
-
-
-@dataclass(frozen=True, slots=True)
-class _Proxy:
-    config: Any
-    targets: Mapping[str, WeightTarget]
-
     def get_parameter(self, name: str) -> torch.Tensor:
+        """Returns a parameter on meta: conversions look at its shape."""
         if name not in self.targets:
             raise AttributeError(f"the model has no parameter {name!r}")
         return torch.empty(self.targets[name].shape, device="meta")

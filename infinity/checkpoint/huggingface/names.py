@@ -48,9 +48,7 @@ class TensorGroup:
         """The names of the tensors in the files, in the order in which they are combined."""
         return tuple(name for _, name in self.sources)
 
-    def convert(
-        self, fetch: Callable[[str], torch.Tensor], model: nn.Module
-    ) -> dict[str, torch.Tensor]:
+    def convert(self, fetch: Callable[[str], torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
         """Returns the targets by name. Calls `fetch` once for every source name."""
         if self.transform is None:
             return {self.first_target: fetch(self.sources[0][1])}
@@ -181,7 +179,7 @@ def _first_match(name: str, converters: Iterable[Any]) -> tuple[str, str | None]
 def planned_targets(
     group: TensorGroup,
     infos: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    model: nn.Module,
+    model: Any,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Computes (shape, dtype) of each target of `group` from those of its sources. Reads no byte.
 
@@ -215,7 +213,7 @@ class SourcePlaces:
     """Finds the boxes of sources in targets. Groups with equal shapes share one answer: the layers
     of a model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
         self._known: dict[object, list[list[PlacedSource]] | None] = {}
 
@@ -244,7 +242,7 @@ def _placed_sources(
     group: TensorGroup,
     shapes: Sequence[tuple[int, ...]],
     targets: Mapping[str, tuple[int, ...]],
-    model: nn.Module,
+    model: Any,
 ) -> list[list[PlacedSource]] | None:
     """Runs the conversion once on small tensors of numbers, which show where each element goes.
     Their sizes are those of the sources, divided by what all sources of an axis have in common."""

@@ -11,20 +11,19 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from infinity.bounded import MalformedError, field, plain_name, read_json, table_of
-from infinity.checkpoint.huggingface.import_checks import read_config
 from infinity.checkpoint.huggingface.safetensors_file import (
     KnownHeader,
     SafetensorsReader,
     TensorInfo,
-    dtype_name,
     tensor_bytes,
 )
 from infinity.codecs import Plain
-from infinity.codecs.detect import logical_tensors
+from infinity.codecs.detect import DECLARING_FILES, logical_tensors, quantization_of
 from infinity.codecs.found import LogicalTensor
 from infinity.codecs.part import Decoder
 from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, listed
@@ -56,11 +55,9 @@ class WeightTensors:
             with SafetensorsReader(file) as reader:
                 for name in listed_names:
                     if name not in reader.tensors:
-                        raise CorruptionError(
-                            errno.ENOENT,
-                            operation="read",
-                            path=str(file),
-                            detail=f"{INDEX_NAME} says that tensor {name!r} is in this file, "
+                        raise corrupt(
+                            str(file),
+                            f"{INDEX_NAME} says that tensor {name!r} is in this file, "
                             "but its header does not have it",
                         )
                 self._headers[file] = reader.header()
@@ -145,13 +142,7 @@ class WeightTensors:
 
     def stored_facts(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns dtype and shape of all stored tensors, as the headers have them, by name."""
-        return {
-            name: (
-                (dtype_name(info.dtype) if info.unreadable is None else info.unreadable[0]),
-                tuple(info.shape),
-            )
-            for name, info in self._infos.items()
-        }
+        return {name: (info.header_dtype, info.shape) for name, info in self._infos.items()}
 
     def heads(self, stored_names: Iterable[str], nbytes: int) -> dict[str, bytes]:
         """Returns the first bytes of stored tensors, at most `nbytes` of each. Raises as `read`."""
@@ -248,3 +239,29 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     except MalformedError as error:
         raise corrupt(str(index), f"no weight_map can be read: {error}") from None
     return weight_map
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Returns the table in config.json, empty if there is no such file, with the quantisation that
+    another file declares. Raises ConfigError."""
+    file = directory / "config.json"
+    return with_declared(directory, _table_in(file) if file.is_file() else {})
+
+
+def with_declared(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json with a `quantization_config`, if only another file of the directory says
+    how weights are quantised. Raises ConfigError for a file that cannot be read."""
+    if quantization_of(config, str(directory)) is not None:
+        return config
+    for name, as_config in DECLARING_FILES.items():
+        if (directory / name).is_file():
+            declared = as_config(_table_in(directory / name))
+            return {**config, "quantization_config": declared} if declared else config
+    return config
+
+
+def _table_in(file: Path) -> dict[str, Any]:
+    try:  # Configurations of some models have numbers that are not finite.
+        return table_of(read_json(file, is_strict=False), "it")
+    except (MalformedError, OSError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None

@@ -32,15 +32,16 @@ from infinity.checkpoint.run.directory import (
     write_manifest,
     writing,
 )
-from infinity.checkpoint.run.linked import (
+from infinity.checkpoint.run.format import (
     COPIES_NAME,
     TABLE_NAME,
+    FileEntry,
     LinkedKind,
     LinkedRun,
     LinkedState,
-    to_bytes,
+    StoredRange,
+    table_to_bytes,
 )
-from infinity.checkpoint.run.manifest import FileEntry, StoredRange
 from infinity.errors import InfinityError, StorageError
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, ExpectedRange
@@ -169,7 +170,7 @@ def copy_checkpoint(
                 copier.copy_file(file)
                 files.append(file)
         if linked is not None:
-            table = to_bytes(copier.copy_state(linked))
+            table = table_to_bytes(copier.copy_state(linked))
             files.append(write_small(target / TABLE_NAME, "table", table))
         write_manifest(target, replace(manifest, files=tuple(files)))
     return directory / checkpoint_name(manifest.step)

@@ -4,7 +4,7 @@
     directory/.step-00000140.partial/   being written, being removed, or left by a crash
 
 Has effects on files only; imports no torch. An flock on the directory admits one writing process at
-a time.
+a time. `remove_own` removes only files of this package, one by one.
 """
 
 from __future__ import annotations
@@ -16,35 +16,52 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from infinity.bounded import MalformedError, open_regular, read_bytes
-from infinity.checkpoint.durable import make_durably, sync_directory, write_file
-from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME, LinkedState, length_of
-from infinity.checkpoint.run.linked import parse as parse_table
-from infinity.checkpoint.run.manifest import (
+from infinity.checkpoint.durable import (
+    PRIVATE_DIRECTORY,
+    TRANSFER_NBYTES,
+    make_durably,
+    sync_directory,
+    write_file,
+)
+from infinity.checkpoint.run.format import (
+    CHECKSUMS_NAME,
     DIGEST_NAME,
     MANIFEST_NAME,
     MAX_NBYTES,
     PROGRAM_NAME,
+    TABLE_NAME,
+    LinkedState,
     Manifest,
     StoredRange,
     digest_line,
-    parse,
-    to_bytes,
+    is_of_rank,
+    length_of,
+    manifest_to_bytes,
+    parse_manifest,
+    parse_table,
 )
-from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, reporting
-from infinity.sizes import MIB
+from infinity.errors import (
+    ConfigError,
+    CorruptionError,
+    StorageError,
+    corrupt,
+    reporting,
+)
+from infinity.storage.lock_file import is_swap_name
 
-# Checkpoints are as private as swap files. Exports are for other users and follow the umask.
-PRIVATE_FILE = 0o600
-PRIVATE_DIRECTORY = 0o700
-_TRANSFER_NBYTES = 16 * MIB
 _BUSY = "another process is writing a checkpoint there; give every run its own directory"
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
+_OWN_FILE = re.compile(
+    r"manifest\.(json|sha256)|linked\.(json|crc32c)|copied\.pages|program\.pt|shards\.json"
+    r"|(unit-\d{5,}|buffers)\.safetensors|\.(unit-\d{5,}|buffers)\.safetensors\.partial"
+)
 
 
 def checkpoint_name(step: int) -> str:
@@ -100,7 +117,7 @@ def read_manifest(path: Path) -> Manifest:
     UnsupportedError for a newer schema, StorageError.
     """
     content, digest = (read_content(path / name) for name in (MANIFEST_NAME, DIGEST_NAME))
-    manifest = parse(content, digest, path=str(path / MANIFEST_NAME))
+    manifest = parse_manifest(content, digest, path=str(path / MANIFEST_NAME))
     names = {file.name for file in manifest.files}
     for place in manifest.places:
         if place + PROGRAM_NAME not in names:
@@ -146,7 +163,7 @@ def check_extent(path: Path, extent: StoredRange) -> None:
             end = extent.offset_nbytes + extent.nbytes
             position = extent.offset_nbytes
             while position < end:
-                block = os.pread(file.fileno(), min(_TRANSFER_NBYTES, end - position), position)
+                block = os.pread(file.fileno(), min(TRANSFER_NBYTES, end - position), position)
                 if not block:
                     raise damaged(path, extent, f"the file ends at byte {position}, inside it")
                 digest.update(block)
@@ -245,7 +262,7 @@ def prune(directory: Path, keep: int) -> list[Path]:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Writes and syncs the manifest and its digest. Raises StorageError."""
-    content = to_bytes(manifest)
+    content = manifest_to_bytes(manifest)
     for name, text in ((MANIFEST_NAME, content), (DIGEST_NAME, digest_line(content))):
         write_file(path / name, text)
 
@@ -302,3 +319,95 @@ def locked(directory: Path, busy: str = _BUSY) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint to "step-00000120.damaged" and returns the new path.
+
+    Raises ConfigError if another process writes in the directory, StorageError.
+    """
+    with locked(path.parent), reporting("rename", path):
+        target = path.with_name(f"{path.name}.damaged")
+        number = 1
+        while os.path.lexists(target):
+            number += 1
+            target = path.with_name(f"{path.name}.damaged-{number}")
+        os.rename(path, target)
+        sync_directory(path.parent)
+    return target
+
+
+def give_up(path: Path) -> None:
+    """Takes the name of a commit away durably; the next sweep of the directory removes its files.
+
+    Raises ConfigError if another process writes in the directory, StorageError.
+    """
+    with locked(path.parent), reporting("rename", path):
+        os.rename(path, partial_of(path))
+        sync_directory(path.parent)
+
+
+def remove_own(directory: Path) -> list[Path]:
+    """Removes the checkpoints in a directory, and the directory if it is empty then.
+
+    Returns the entries that stay, because this package did not write them. Raises ConfigError if
+    another process writes in the directory, StorageError.
+    """
+    stays: list[Path] = []
+    with locked(directory):
+        for entry in sorted(directory.iterdir()):
+            is_ours = _NAME.fullmatch(entry.name) or is_partial_name(entry.name)
+            if not is_ours or not _is_real_directory(entry):
+                stays.append(entry)
+            else:
+                stays += _remove_checkpoint(entry)
+    if not stays:
+        with reporting("remove", directory):
+            directory.rmdir()
+    return stays
+
+
+def _remove_checkpoint(path: Path) -> list[Path]:
+    """Removes a checkpoint; returns its new path if it has files that must stay.
+
+    A complete checkpoint loses its name first, so that a crash leaves no part under that name.
+    """
+    partial = path if is_partial_name(path.name) else partial_of(path)
+    with reporting("remove", path):
+        if partial != path:
+            os.rename(path, partial)
+            sync_directory(path.parent)
+        for file in _own_files(partial):
+            file.unlink()
+        for rank in [entry for entry in partial.iterdir() if is_of_rank(entry.name)]:
+            _remove_if_empty(rank)
+        if _remove_if_empty(partial):
+            return []
+        # The new name is safe from a sweep.
+        target = path.with_name(path.name.removeprefix(".").removesuffix(".partial") + ".foreign")
+        os.rename(partial, target)
+        return [target]
+
+
+def _own_files(path: Path) -> Iterator[Path]:
+    for entry in list(path.iterdir()):
+        if is_of_rank(entry.name) and _is_real_directory(entry):
+            yield from _own_files(entry)
+            continue
+        is_own = _OWN_FILE.fullmatch(entry.name) or is_swap_name(entry.name)
+        if is_own and stat.S_ISREG(entry.lstat().st_mode):
+            yield entry
+
+
+def _is_real_directory(path: Path) -> bool:
+    return stat.S_ISDIR(path.lstat().st_mode)
+
+
+def _remove_if_empty(path: Path) -> bool:
+    try:
+        path.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        return False
+    return True

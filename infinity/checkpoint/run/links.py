@@ -21,6 +21,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from infinity.checkpoint.durable import sync_directory
+from infinity.checkpoint.run.contents import (
+    STREAMED,
+    KeptTensors,
+    KindRange,
+    is_linkable,
+    linked_tensors,
+)
 from infinity.checkpoint.run.directory import (
     find_checkpoint,
     list_checkpoints,
@@ -30,14 +37,7 @@ from infinity.checkpoint.run.directory import (
     read_manifest,
     sweep,
 )
-from infinity.checkpoint.run.layout import (
-    STREAMED,
-    KeptTensors,
-    KindRange,
-    is_linkable,
-    linked_tensors,
-)
-from infinity.checkpoint.run.linked import (
+from infinity.checkpoint.run.format import (
     COPIES_NAME,
     LinkedKind,
     LinkedRun,

@@ -1,7 +1,7 @@
 """Opens a checkpoint and verifies that it is one of this model. Changes nothing.
 
-Names, shapes, dtypes, lengths, headers and the small state are verified here, before a load changes
-anything. Bytes of tensors are verified when they are read.
+Names, shapes, dtypes, lengths and headers are verified here, before a load changes anything. Bytes
+of tensors are verified when they are read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,7 +24,13 @@ from infinity.checkpoint.huggingface.safetensors_file import (
     dtype_of,
     tensor_bytes,
 )
-from infinity.checkpoint.run.contents import BUFFERS_NAME, buffers_of
+from infinity.checkpoint.run.contents import (
+    BUFFERS_NAME,
+    StateTensor,
+    buffers_of,
+    row_major_stride,
+    state_tensors,
+)
 from infinity.checkpoint.run.directory import (
     check_extent,
     damaged,
@@ -32,15 +38,21 @@ from infinity.checkpoint.run.directory import (
     read_linked,
     read_manifest,
 )
-from infinity.checkpoint.run.layout import StateTensor, row_major_stride, state_tensors, tensors_of
-from infinity.checkpoint.run.linked import JoinedTensor, joined_tensors
-from infinity.checkpoint.run.manifest import PROGRAM_NAME, FileEntry, Manifest, StoredRange
-from infinity.checkpoint.run.program import parse_program
+from infinity.checkpoint.run.format import (
+    PROGRAM_NAME,
+    FileEntry,
+    LinkedTensor,
+    Manifest,
+    Part,
+    StoredRange,
+    joined_parts,
+    overlaps,
+)
 from infinity.checkpoint.run.references import check_reference, check_reference_files
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, CorruptionError, UnsupportedError, corrupt, listed
 from infinity.state.tiles import name_of_tiled, number_of_tile
-from infinity.state.units import MOMENT_KINDS, StateKind
+from infinity.state.units import MOMENT_KINDS
 from infinity.storage.page_reader import PageReader
 
 if TYPE_CHECKING:
@@ -71,8 +83,32 @@ class FileTensor:
         return row_major_stride(self.info.shape)
 
 
-class PagedTensor(JoinedTensor):
-    """A tensor in pages that have a CRC32C each: linked to the swap files, or copied."""
+@dataclass(frozen=True, slots=True)
+class PagedTensor:
+    """A tensor in pages that have a CRC32C each, linked to the swap files or copied: in one part,
+    or in consecutive parts of several ranks."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def facts(self) -> LinkedTensor:
+        """Name, dtype, shape and stride of the full tensor."""
+        return self.parts[0][2]
+
+    @property
+    def group(self) -> str:
+        """The name of the unit."""
+        return self.parts[0][1].unit
+
+    @property
+    def kind(self) -> str:
+        """The name of the state kind."""
+        return self.parts[0][1].kind
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The order in which the elements are stored."""
+        return self.facts.stride
 
     @property
     def info(self) -> TensorInfo:
@@ -162,12 +198,15 @@ class StoredReader:
             raise damaged(tensor.path, tensor.extent, detail)
 
     def _read_pages(self, tensor: PagedTensor, start: int, target: torch.Tensor) -> None:
-        view = tensor_bytes(target)
-        stop, item_nbytes = start + target.numel(), target.dtype.itemsize
+        view, size = tensor_bytes(target), target.dtype.itemsize
         try:
-            for part in tensor.read(self._pages, start, stop, item_nbytes=item_nbytes):
-                view[: len(part)] = part
-                view = view[len(part) :]
+            for (state, entry, part), low, high in overlaps(
+                tensor.parts, start, start + target.numel()
+            ):
+                place = part.offset_nbytes + (low - part.start) * size, (high - low) * size
+                for content in state.read(self._pages, entry, *place):
+                    view[: len(content)] = content
+                    view = view[len(content) :]
         except CorruptionError as error:
             if not self._consequence:
                 raise
@@ -292,8 +331,8 @@ class OpenCheckpoint:
             if file.name.endswith(".safetensors") and PurePath(file.name).name != BUFFERS_NAME:
                 self._in_files |= _tensors_of_file(path, file)
         self.linked_states = read_linked(path, self.manifest)
-        linked = joined_tensors(self.linked_states.values(), path)
-        in_pages = {name: PagedTensor(joined.parts) for name, joined in linked.items()}
+        linked = joined_parts(self.linked_states.values(), path)
+        in_pages = {name: PagedTensor(parts) for name, parts in linked.items()}
         self.tensors: Mapping[str, SavedTensor] = {**self._in_files, **in_pages}
         self._recut: dict[str, Recut] = {}  # Tensors of the model that are cut into other tiles.
 
@@ -305,10 +344,10 @@ class OpenCheckpoint:
         places = self.manifest.places
         return places[rank if rank < len(places) else 0]
 
-    def program(self, rank: int = 0) -> dict[str, Any]:
-        """Returns the small state of a rank; `random` is None for a rank that did not save.
+    def packed_program(self, rank: int = 0) -> tuple[bytes, Path]:
+        """Returns the small state of a rank as it is packed, and its file.
 
-        Runs no code that the file holds. Raises CorruptionError, StorageError.
+        Raises CorruptionError, StorageError.
         """
         name = self.place_of(rank) + PROGRAM_NAME
         path, entry = self.path / name, self._files.get(name)
@@ -317,10 +356,7 @@ class OpenCheckpoint:
         content = read_content(path)
         if hashlib.sha256(content).hexdigest() != entry.extents[0].sha256:
             raise corrupt(str(path), "its SHA-256 is not the manifest's", nbytes=len(content))
-        state = parse_program(content, path)
-        if rank >= len(self.manifest.places):
-            state["random"] = None
-        return state
+        return content, path
 
     def buffers(self, rank: int) -> dict[str, FileTensor]:
         """Returns the buffers that this rank saved, by name; none if there is no file of them.
@@ -355,7 +391,7 @@ class OpenCheckpoint:
         Raises ConfigError for a checkpoint of another model, CorruptionError for damaged buffers.
         """
         check_reference(self.path, state.store.shards)
-        tensors = [t for t in _expected(state) if t.state_kind is not StateKind.GRADIENTS]
+        tensors = _expected(state)
         expected = {tensor.name: tensor.info for tensor in tensors}
         self._check_moments(expected)
         gradients = _gradient_infos(state)
@@ -465,15 +501,13 @@ def _moments_in(names: Iterable[str]) -> str:
     return " and ".join(kind.value for kind in MOMENT_KINDS if kind.value in endings)
 
 
-def _expected(state: StateAccess) -> Iterator[StateTensor]:
-    """Yields every tensor of the model that a checkpoint must have, whichever rank keeps it."""
-    if state.partition is None:
-        for unit in state.units:
-            yield from tensors_of(state, unit)
-        return
-    for unit in (unit for unit in state.full_units if unit.stored is None):
-        is_kept = partial(state.is_kept, unit)
-        yield from state_tensors(unit, has_kind=is_kept, has_gradient=lambda _: False)
+def _expected(state: StateAccess) -> list[StateTensor]:
+    """Returns every tensor of the model that a checkpoint must have, whichever rank keeps it."""
+    return [
+        tensor
+        for unit in state.full_units
+        for tensor in state_tensors(unit, has_kind=partial(state.is_kept, unit))
+    ]
 
 
 def _gradient_infos(state: StateAccess) -> dict[str, TensorInfo]:

@@ -25,7 +25,7 @@ from infinity.bounded import (
     text_of,
 )
 from infinity.checkpoint.run.directory import check_extent, read_content, read_manifest
-from infinity.checkpoint.run.manifest import Manifest, is_of_rank
+from infinity.checkpoint.run.format import Manifest, is_of_rank
 from infinity.errors import ConfigError, CorruptionError, corrupt, listed
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, joined_crc32

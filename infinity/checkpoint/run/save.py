@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -35,7 +35,17 @@ from infinity.checkpoint.run.directory import (
     write_manifest,
     writing,
 )
-from infinity.checkpoint.run.linked import TABLE_NAME, Stored
+from infinity.checkpoint.run.format import (
+    SCHEMA,
+    TABLE_NAME,
+    FileEntry,
+    Manifest,
+    Stored,
+    files_of_bytes,
+    files_to_bytes,
+    places_of,
+    rank_directories,
+)
 from infinity.checkpoint.run.links import (
     follow,
     has_space,
@@ -45,16 +55,7 @@ from infinity.checkpoint.run.links import (
     thaw,
     thaw_removed,
 )
-from infinity.checkpoint.run.manifest import (
-    SCHEMA,
-    FileEntry,
-    Manifest,
-    files_of_bytes,
-    files_to_bytes,
-    places_of,
-    rank_directories,
-)
-from infinity.checkpoint.run.program import pack_program, random_state
+from infinity.checkpoint.run.load import Stateful, pack_program, random_state
 from infinity.checkpoint.run.references import read_reference
 from infinity.distributed.sync import CollectiveSection
 from infinity.engine.engine import Engine
@@ -65,16 +66,6 @@ from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.state.spare_generations import count_spares, is_elsewhere
 
 _log = logging.getLogger("infinity")
-
-
-class Stateful(Protocol):
-    """A learning-rate scheduler, or another object with the same two methods."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state, made of what JSON or a tensor can hold."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restores the state that `state_dict` returned."""
 
 
 def save(

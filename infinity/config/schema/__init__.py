@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from infinity.config.values import integer
 
@@ -28,6 +28,12 @@ class Section(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_as_empty(cls, value: Any) -> Any:
+        """A section of YAML is null if every key is commented out."""
+        return {} if value is None else value
+
 
 def one_as_list(value: Any) -> Any:
     """Returns a list of one for a single text or path; any other value as it is."""
@@ -37,11 +43,6 @@ def one_as_list(value: Any) -> Any:
 def defaults() -> Any:
     """A section that may be left out: read from an empty table, so that its own rules apply."""
     return Field(default_factory=dict, validate_default=True)
-
-
-def null_as_empty(value: Any, *, is_list: bool = False) -> Any:
-    """Returns an empty table for null, which a section of YAML is if every key is commented out."""
-    return ([] if is_list else {}) if value is None else value
 
 
 def changed(table: _T, values: Mapping[str, Any]) -> _T:

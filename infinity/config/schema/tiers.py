@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from infinity.config.schema import Section, defaults, null_as_empty, one_as_list
+from infinity.config.schema import Section, defaults, one_as_list
 from infinity.config.values import (
     Budget,
     Capacity,
@@ -122,12 +122,10 @@ class Tiers(Section):
 
     device: DeviceTier = defaults()
     host: HostTier = defaults()
-    nvme: tuple[NvmeTier, ...] = Field((), description="One entry per mounted drive.")
-
-    @field_validator("device", "host", "nvme", mode="before")
-    @classmethod
-    def _empty(cls, value: Any, info: ValidationInfo) -> Any:
-        return null_as_empty(value, is_list=info.field_name == "nvme")
+    nvme: Annotated[
+        tuple[NvmeTier, ...],
+        BeforeValidator(lambda value: () if value is None else value),  # As null for a section.
+    ] = Field((), description="One entry per mounted drive.")
 
     @field_validator("nvme")
     @classmethod

@@ -102,7 +102,7 @@ def _tables(
 def swap_contents(directory: Path) -> list[SwapContents]:
     """Returns the contents of a swap directory and of those of ranks in it; none of a checkpoint,
     and of a directory without a lock and swap files."""
-    from infinity.checkpoint.run.manifest import MANIFEST_NAME
+    from infinity.checkpoint.run.format import MANIFEST_NAME
     from infinity.storage.swap_directory import examine
 
     if not directory.is_dir() or (directory / MANIFEST_NAME).exists():
@@ -124,7 +124,7 @@ def remove_contents(directory: Path, swaps: list[SwapContents]) -> list[str]:
 
     Raises SwapLockedError before anything is removed if a living job holds the directory.
     """
-    from infinity.checkpoint.run.inspection import remove_own
+    from infinity.checkpoint.run.directory import remove_own
     from infinity.storage.swap_directory import remove_stale
 
     # First those in use, which refuse; commits belong to all ranks.

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from infinity.bounded import MalformedError, field, plain_name, read_json, table_of
-from infinity.checkpoint.huggingface.import_checks import read_config
 from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
+from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.errors import ConfigError, corrupt
 from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from infinity.checkpoint.huggingface.import_checks import read_config
-from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
+from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
+from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.codecs import AffineGroups, FloatBlocks, Plain, TableBlocks
 from infinity.codecs.detect import QUANTISATION_KEYS
 from infinity.codecs.part import Codec

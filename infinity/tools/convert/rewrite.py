@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from infinity.checkpoint.durable import check_space, new_directory, sync_file
+from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
     dtype_of,
 )
-from infinity.checkpoint.huggingface.weight_source import WeightSource
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, SINGLE_NAME
 from infinity.codecs import Encoding, TableBlocks
 from infinity.codecs.detect import DECLARING_FILES

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.durable import replace_files
+from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
-from infinity.checkpoint.huggingface.weight_source import WeightSource
 from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infinity.bounded import MalformedError, field, integer, read_json, table_of, text_of
-from infinity.checkpoint.huggingface.weight_source import WeightSource
+from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.errors import ConfigError
 from infinity.sizes import PAGE_NBYTES
 

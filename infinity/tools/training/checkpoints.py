@@ -19,11 +19,10 @@ from typing import Any
 
 from infinity.bounded import text_of
 from infinity.checkpoint.run.copy import Saving
-from infinity.checkpoint.run.directory import list_checkpoints, prune, step_of
-from infinity.checkpoint.run.inspection import damaged_after, give_up, set_aside
-from infinity.checkpoint.run.load import Loaded, load, read_program
-from infinity.checkpoint.run.manifest import PROGRAM_NAME
-from infinity.checkpoint.run.program import believing
+from infinity.checkpoint.run.directory import give_up, list_checkpoints, prune, set_aside, step_of
+from infinity.checkpoint.run.format import PROGRAM_NAME
+from infinity.checkpoint.run.inspection import damaged_after
+from infinity.checkpoint.run.load import Loaded, believing, load, read_program
 from infinity.checkpoint.run.save import async_save, commit, copy_behind
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, InfinityError

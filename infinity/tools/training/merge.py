@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from infinity.checkpoint.huggingface.import_checks import read_config
+from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
 from infinity.checkpoint.huggingface.names import PlacedSource, SourcePlaces
-from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
+from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.codecs import Plain
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError

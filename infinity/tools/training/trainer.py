@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from infinity.bounded import MalformedError, field, integer, table_of
-from infinity.checkpoint.run.program import check_kinds, random_state, restore_random_state
+from infinity.checkpoint.run.load import check_kinds, random_state, restore_random_state
 from infinity.config import Optimizer, SwapConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, InfinityError, NonFiniteError

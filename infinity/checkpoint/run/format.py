@@ -1,17 +1,20 @@
-"""Linked state: the state of a checkpoint in files that the checkpoint shares with the swap files.
+"""The formats of a checkpoint's own files: the manifest, and the table of linked state.
 
-The checkpoint has hard links to the swap files, a table that gives the ranges of every state kind
-in them, and a CRC32C of every page of these ranges. The other ranges of a linked file do not belong
-to the checkpoint and may change. docs/formats/swap.md shows the format.
+The manifest names every file, with a SHA-256 of every extent of it; docs/formats/checkpoint.md
+shows the format. `manifest.sha256` has the SHA-256 of `manifest.json`; `sha256sum -c` reads it too.
 
-If state is sharded, every rank has such a table, which also lists the state that the rank copies. A
-tensor then has one part for every rank that owns some of it (docs/formats/checkpoint.md). Imports
-no torch.
+Linked state is state in files that the checkpoint shares with the swap files: hard links to them, a
+table that gives the ranges of every state kind in them, and a CRC32C of every page of these ranges.
+The other ranges of a linked file do not belong to the checkpoint and may change.
+docs/formats/swap.md shows the format. If state is sharded, every rank has such a table, which also
+lists the state that the rank copies. A tensor then has one part for every rank that owns some of
+it. Imports no torch.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -19,7 +22,7 @@ import re
 import stat
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -35,11 +38,20 @@ from infinity.bounded import (
     table_of,
     text_of,
 )
-from infinity.errors import InfinityError, StorageError, corrupt
-from infinity.sizes import PAGE_NBYTES, align_down, align_up
+from infinity.errors import InfinityError, StorageError, UnsupportedError, corrupt
+from infinity.sizes import GIB, PAGE_NBYTES, align_down, align_up
 from infinity.storage.checksums import CHECKSUM_NBYTES
 from infinity.storage.page_reader import BUFFER_NBYTES, PageReader
 
+# 3 for several ranks, 2 for linked state, 1 otherwise, so that older versions read all they can.
+SCHEMA = 3
+FORMAT = "infinity checkpoint"
+MANIFEST_NAME = "manifest.json"
+DIGEST_NAME = "manifest.sha256"
+PROGRAM_NAME = "program.pt"  # The small state; every rank has its own.
+MAX_NBYTES = GIB  # A manifest and a table name every tensor.
+MAX_STEP = 10**12
+_MAX_RANKS = 1 << 20
 TABLE_NAME = "linked.json"
 CHECKSUMS_NAME = "linked.crc32c"
 # State that is not linked, back to back: copied by a rank, or from another file system.
@@ -49,6 +61,177 @@ _ALIGNMENT_NBYTES = 256  # Of a tensor in weights, and of one of fp32 (docs/form
 _STATE_ALIGNMENT = 64  # The same in elements of state.
 _ONE_OF_ITS_NAME = frozenset({"parameters", "master", "gradients"})  # Other pieces are moments.
 _DTYPE = re.compile(r"BOOL|(?:BF|F|I|U|C)(\d{1,2})(?:_E\dM\d[A-Z]*)?")  # The number counts bits.
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRange:
+    """A range of a file: one tensor, the header, or the full file. Sizes are added by `kind`."""
+
+    name: str
+    kind: str
+    offset_nbytes: int
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file. Its extents are consecutive, without a hole, and cover the file."""
+
+    name: str
+    nbytes: int
+    extents: tuple[StoredRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All files of a checkpoint. `step` counts optimizer steps; `created` is ISO 8601, UTC.
+
+    `ranks` has the directory of every rank that wrote the checkpoint, and is empty for one rank.
+    """
+
+    step: int
+    created: str
+    written_by: str
+    files: tuple[FileEntry, ...]
+    schema: int = 1
+    ranks: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The prefix of file names, by rank."""
+        return places_of(self.ranks)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files that the manifest names."""
+        return sum(file.nbytes for file in self.files)
+
+    def nbytes_by_kind(self) -> dict[str, int]:
+        """Returns the bytes of each state kind, by its name."""
+        table: dict[str, int] = {}
+        for file in self.files:
+            for extent in file.extents:
+                table[extent.kind] = table.get(extent.kind, 0) + extent.nbytes
+        return table
+
+
+def rank_directories(count: int) -> tuple[str, ...]:
+    """Returns a directory for each of several ranks. A single rank needs none."""
+    return tuple(f"rank-{rank:05d}" for rank in range(count)) if count > 1 else ()
+
+
+def is_of_rank(directory: str) -> bool:
+    """Whether `rank_directories` gives a rank a directory of this name."""
+    prefix, _, number = directory.partition("-")
+    return prefix == "rank" and number.isdecimal()
+
+
+def places_of(ranks: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the prefix of file names, by rank."""
+    return tuple(f"{rank}/" for rank in ranks) or ("",)
+
+
+def manifest_to_bytes(manifest: Manifest) -> bytes:
+    """Returns the content of `manifest.json`."""
+    facts = asdict(manifest)
+    if not manifest.ranks:
+        del facts["ranks"]
+    body = {"format": FORMAT, "schema": facts.pop("schema"), **facts}
+    return json.dumps(body, indent=1).encode() + b"\n"
+
+
+def digest_line(content: bytes) -> bytes:
+    """Returns the content of `manifest.sha256`."""
+    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST_NAME}\n".encode()
+
+
+def parse_manifest(content: bytes, digest: bytes, *, path: str) -> Manifest:
+    """Parses `manifest.json` after comparing it with `digest`. Errors name `path`.
+
+    Raises CorruptionError for bytes with another digest and for a file of another program,
+    UnsupportedError for a newer schema.
+    """
+    if digest != digest_line(content):
+        raise corrupt(path, f"it is damaged: its SHA-256 is not the one in {DIGEST_NAME}")
+    try:
+        body = parse_json(content)
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise corrupt(path, f"it is foreign: expected the manifest of an {FORMAT}")
+        schema = integer(field(body, "schema"), "schema", least=1)
+        if schema > SCHEMA:
+            raise UnsupportedError(
+                f"{path} has schema {schema}, this infinity reads up to {SCHEMA}: "
+                "upgrade infinity-offload"
+            )
+        return _manifest(body, schema)
+    except MalformedError as error:
+        raise corrupt(path, f"it is no manifest of schema {SCHEMA}: {error}") from None
+
+
+def files_to_bytes(files: Sequence[FileEntry]) -> bytes:
+    """Packs the entries of one rank for the rank that writes the manifest."""
+    return json.dumps([asdict(file) for file in files]).encode()
+
+
+def files_of_bytes(content: bytes) -> tuple[FileEntry, ...]:
+    """Unpacks the result of `files_to_bytes`. Raises MalformedError."""
+    return tuple(map(_file, list_of(parse_json(content), "the files of a rank")))
+
+
+def _file(value: Any) -> FileEntry:
+    entry = table_of(value, "an entry of a file")
+    name = text_of(field(entry, "name"), "the name of a file")
+    nbytes = integer(field(entry, "nbytes"), f"the length of {name}")
+    extents = tuple(_extent(row, name) for row in list_of(field(entry, "extents"), "extents"))
+    end = 0
+    for extent in extents:
+        if extent.offset_nbytes != end:
+            raise MalformedError(f"extent {extent.name!r} of {name} is not at byte {end}")
+        end += extent.nbytes
+    if end != nbytes or not extents:
+        raise MalformedError(f"the extents of {name} end at {end}, not at {nbytes}")
+    return FileEntry(name, nbytes, extents)
+
+
+def _extent(value: Any, file: str) -> StoredRange:
+    entry = table_of(value, f"an extent of {file}")
+    sha256 = field(entry, "sha256")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise MalformedError(f"the SHA-256 of an extent of {file} is none")
+    return StoredRange(
+        _any_text(field(entry, "name"), "the name of an extent", least=1),
+        text_of(field(entry, "kind"), "the kind of an extent"),
+        integer(field(entry, "offset_nbytes"), "the offset of an extent"),
+        integer(field(entry, "nbytes"), "the length of an extent"),
+        sha256,
+    )
+
+
+def _manifest(body: dict[str, Any], schema: int) -> Manifest:
+    files = tuple(map(_file, list_of(field(body, "files"), "files")))
+    ranks = tuple(plain_name(name, "a rank") for name in list_of(body.get("ranks", []), "ranks"))
+    if len(set(ranks)) < len(ranks) or not (not ranks or 1 < len(ranks) <= _MAX_RANKS):
+        raise MalformedError(f"it names {len(ranks)} ranks, or one of them twice")
+    for file in files:
+        plain_name(file.name.removeprefix(_rank_of(file, frozenset(ranks))), "the name of a file")
+    names = {file.name for file in files}
+    if len(names) < len(files):
+        raise MalformedError("it names a file twice")
+    step = integer(field(body, "step"), "step", most=MAX_STEP)
+    created, by = field(body, "created"), field(body, "written_by")
+    facts = text_of(created, "created", max_length=200), text_of(by, "written_by", max_length=200)
+    return Manifest(step, *facts, files, schema, ranks)
+
+
+def _rank_of(file: FileEntry, ranks: frozenset[str]) -> str:
+    """Returns the directory of `ranks` that the file lies in, with a slash, or an empty text."""
+    directory, slash, _ = file.name.partition("/")
+    return directory + slash if slash and directory in ranks else ""
+
+
+# -- Linked state ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +295,7 @@ class Stored:
         return Stored(self.kinds + other.kinds, self.checksums + other.checksums)
 
 
-def to_bytes(kinds: Sequence[LinkedKind]) -> bytes:
+def table_to_bytes(kinds: Sequence[LinkedKind]) -> bytes:
     """Returns the content of the table: compact, because every commit writes one."""
     rows = [
         {
@@ -131,7 +314,9 @@ def to_bytes(kinds: Sequence[LinkedKind]) -> bytes:
     return json.dumps({"pieces": rows}, separators=(",", ":")).encode()
 
 
-def parse(content: bytes, *, path: str, is_of_one_rank: bool = False) -> tuple[LinkedKind, ...]:
+def parse_table(
+    content: bytes, *, path: str, is_of_one_rank: bool = False
+) -> tuple[LinkedKind, ...]:
     """Parses a table whose SHA-256 was compared before. Errors name `path`. `is_of_one_rank`: of a
     checkpoint that one rank has written.
 
@@ -155,11 +340,11 @@ def _state_kind(value: Any) -> LinkedKind:
     nbytes = sum(run.nbytes for run in runs)
     tensors = list_of(field(row, "tensors"), "tensors")
     return LinkedKind(
-        _text(field(row, "unit"), "a unit"),
+        _any_text(field(row, "unit"), "a unit"),
         text_of(field(row, "piece"), "a piece"),
         text_of(field(row, "kind"), "a kind"),
         runs,
-        tuple(_tensor(tensor, nbytes) for tensor in tensors),
+        tuple(_linked_tensor(tensor, nbytes) for tensor in tensors),
     )
 
 
@@ -177,11 +362,11 @@ def _run(value: Any) -> LinkedRun:
     return run
 
 
-def _tensor(value: Any, state_kind_nbytes: int) -> LinkedTensor:
+def _linked_tensor(value: Any, state_kind_nbytes: int) -> LinkedTensor:
     row = list_of(value, "a tensor")
     if len(row) not in (5, 7):
         raise MalformedError(f"a tensor has {len(row)} fields; expected 5 or 7")
-    name, dtype = _text(row[0], "the name of a tensor"), text_of(row[1], "a dtype")
+    name, dtype = _any_text(row[0], "the name of a tensor"), text_of(row[1], "a dtype")
     if _DTYPE.fullmatch(dtype) is None:
         raise MalformedError(f"{name!r} has the dtype {dtype!r}, which is none")
     shape, stride = (_dimensions(row[index], name) for index in (2, 3))
@@ -213,7 +398,7 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _size_of(tensor: LinkedTensor) -> int:
     """Returns the bytes of an element."""
     width = _DTYPE.fullmatch(tensor.dtype)
-    assert width is not None, "`_tensor` has parsed it"
+    assert width is not None, "`_linked_tensor` has parsed it"
     return max(1, int(width[1] or 8) // 8)
 
 
@@ -276,9 +461,10 @@ def _dimensions(value: Any, name: str) -> tuple[int, ...]:
     return tuple(integer(length, f"a length of {name!r}") for length in found)
 
 
-def _text(value: Any, what: str) -> str:
-    """Returns a name that a module may have: any text without a null character."""
-    if not isinstance(value, str) or "\0" in value:
+def _any_text(value: Any, what: str, least: int = 0) -> str:
+    """Returns a name that a module may have: any text without a null character, of `least`
+    characters or more."""
+    if not isinstance(value, str) or "\0" in value or len(value) < least:
         raise MalformedError(f"{what} is no text")
     return value
 
@@ -388,45 +574,6 @@ class LinkedState:
 Part = tuple[LinkedState, LinkedKind, LinkedTensor]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedTensor:
-    """A tensor in linked state: in one part, or in consecutive parts of several ranks."""
-
-    parts: tuple[Part, ...]
-
-    @property
-    def facts(self) -> LinkedTensor:
-        """Name, dtype, shape and stride of the full tensor."""
-        return self.parts[0][2]
-
-    @property
-    def group(self) -> str:
-        """The name of the unit."""
-        return self.parts[0][1].unit
-
-    @property
-    def kind(self) -> str:
-        """The name of the state kind."""
-        return self.parts[0][1].kind
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """The order in which the elements are stored."""
-        return self.facts.stride
-
-    def read(
-        self, reader: PageReader, start: int, stop: int, *, item_nbytes: int
-    ) -> Iterator[memoryview]:
-        """Yields the bytes of the elements [start, stop) in memory order.
-
-        Reads only the parts that have some of the elements. A view is valid until the next one.
-        Raises as `LinkedState.read`.
-        """
-        for (state, entry, tensor), low, high in overlaps(self.parts, start, stop):
-            offset_nbytes = tensor.offset_nbytes + (low - tensor.start) * item_nbytes
-            yield from state.read(reader, entry, offset_nbytes, (high - low) * item_nbytes)
-
-
 def overlaps(parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
     """Yields (part, first, end) for the parts that have some of the elements [start, stop)."""
     first = max(0, bisect_right(parts, start, key=lambda part: part[2].start) - 1)
@@ -438,8 +585,8 @@ def overlaps(parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Par
             yield part, low, high
 
 
-def joined_tensors(states: Iterable[LinkedState], path: Path) -> dict[str, JoinedTensor]:
-    """Joins the parts that the ranks have of every tensor of the checkpoint `path`.
+def joined_parts(states: Iterable[LinkedState], path: Path) -> dict[str, tuple[Part, ...]]:
+    """Returns the parts that the ranks have of every tensor of the checkpoint `path`, in order.
 
     Raises CorruptionError if parts of a tensor overlap, disagree, or leave elements out.
     """
@@ -458,4 +605,4 @@ def joined_tensors(states: Iterable[LinkedState], path: Path) -> dict[str, Joine
             end += tensor.numel
         if end != math.prod(parts[0][2].shape):
             raise corrupt(str(path), f"it has {end} elements of {name!r}, expected all of them")
-    return {name: JoinedTensor(tuple(parts)) for name, parts in found.items()}
+    return {name: tuple(parts) for name, parts in found.items()}
