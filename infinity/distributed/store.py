@@ -28,7 +28,7 @@ from infinity.observe import Counters
 from infinity.private.torch import TensorBase
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Shard, ShardSegment
-from infinity.state.store import FirstValues, LocalStore, StateStore, Transfer
+from infinity.state.store import LocalStore, StateRange, StateStore, Transfer
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
 from infinity.storage.daemon_threads import DaemonThreads
@@ -129,73 +129,52 @@ class DistributedStore(StateStore):
         """Waits for transfers of the own shard and ends their thread."""
         self._own.close()
 
-    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
-        """Returns False: a rank writes the first values of its shards as they come."""
-        return False
-
-    def unwritten(self) -> list[Unit]:
-        """Returns no unit."""
-        return []
-
     # -- Full units --------------------------------------------------------------------------------
 
     def is_sharded(self, unit: Unit, kind: StateKind) -> bool:
         """Whether the state kind of a full unit is divided over ranks."""
         return kind is StateKind.PARAMETERS and self.partition.is_gathered(unit.index)
 
-    def read(
-        self,
-        unit: Unit,
-        kind: StateKind,
-        block: Block,
-        *,
-        priority: Priority,
-        offset_nbytes: int = 0,
-        nbytes: int | None = None,
-    ) -> Transfer:
-        """See `StateStore.read`. All shards of a unit are read."""
-        if not self.is_sharded(unit, kind):
-            read = partial(
-                self.local.read, unit, kind, block,
-                priority=priority, offset_nbytes=offset_nbytes, nbytes=nbytes,
-            )  # fmt: skip
-            is_kept = kind is StateKind.PARAMETERS and self.kept.has(unit.index)
-            if self.pending.is_pending(unit.index) or is_kept:
-                nbytes = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
-                sink = self._host.tensor(block, nbytes=nbytes)
-                return self._in_own_thread(
-                    self._read_updated, unit.index, kind, offset_nbytes, sink, read
-                )
-            return read()
-        assert offset_nbytes == 0 and nbytes is None
-        full = self._host.tensor(block, nbytes=unit.weight_nbytes)
-        return self.gather_weights(unit.index, full, is_local_present=False)
+    @override
+    def _read(self, at: StateRange, block: Block, priority: Priority) -> Transfer:
+        """All shards of a unit are read."""
+        if self.is_sharded(at.unit, at.kind):
+            assert at.offset_nbytes == 0
+            full = self._host.tensor(block, nbytes=at.unit.weight_nbytes)
+            return self.gather_weights(at.unit.index, full, is_local_present=False)
+        read = partial(
+            self.local.read, at.unit, at.kind, block,
+            priority=priority, offset_nbytes=at.offset_nbytes, nbytes=at.nbytes,
+        )  # fmt: skip
+        is_kept = at.kind is StateKind.PARAMETERS and self.kept.has(at.unit.index)
+        if self.pending.is_pending(at.unit.index) or is_kept:
+            sink = self._host.tensor(block, nbytes=at.nbytes)
+            return self._in_own_thread(self._read_updated, at, sink, read)
+        return read()
 
-    def write(
+    @override
+    def _write(
         self,
-        unit: Unit,
-        kind: StateKind,
+        at: StateRange,
         block: Block,
-        *,
-        offset_nbytes: int = 0,
-        nbytes: int | None = None,
-        priority: Priority = Priority.WRITE_BACK,
-        undecided: UndecidedContent | None = None,
-        digests: PageDigests | None = None,
+        priority: Priority,
+        undecided: UndecidedContent | None,
+        digests: PageDigests | None,
     ) -> Transfer:
-        """See `StateStore.write`. Of a sharded unit this rank writes its shard."""
+        """Of a sharded unit this rank writes its shard."""
         assert undecided is None, "the thread of updates writes to the local store"
-        if not self.is_sharded(unit, kind):
-            if kind is StateKind.PARAMETERS:
-                self.kept.forget(unit.index)
-            return self.local.write(
-                unit, kind, block,
-                offset_nbytes=offset_nbytes, nbytes=nbytes, priority=priority, digests=digests,
-            )  # fmt: skip
-        assert offset_nbytes == 0
-        self.rewritten.add(unit.index)
-        full = self._host.tensor(block, nbytes=unit.weight_nbytes)
-        return self._in_own_thread(self._keep_local, unit.index, full)
+        index = at.unit.index
+        if self.is_sharded(at.unit, at.kind):
+            assert at.offset_nbytes == 0
+            self.rewritten.add(index)
+            full = self._host.tensor(block, nbytes=at.unit.weight_nbytes)
+            return self._in_own_thread(self._keep_local, index, full)
+        if at.kind is StateKind.PARAMETERS:
+            self.kept.forget(index)
+        return self.local.write(
+            at.unit, at.kind, block, offset_nbytes=at.offset_nbytes, nbytes=at.nbytes,
+            priority=priority, digests=digests,
+        )  # fmt: skip
 
     def gather_weights(self, index: int, full: torch.Tensor, *, is_local_present: bool) -> Transfer:
         """Starts to fetch the sharded weights of a unit to their places in `full`.
@@ -290,19 +269,15 @@ class DistributedStore(StateStore):
         return [ShardSegment(0, 0, nbytes)] if nbytes else []
 
     def _read_updated(
-        self,
-        shard: int,
-        state_kind: StateKind,
-        offset_nbytes: int,
-        sink: torch.Tensor,
-        read: Callable[[], Transfer],
+        self, at: StateRange, sink: torch.Tensor, read: Callable[[], Transfer]
     ) -> None:
+        shard = at.unit.index
         self.pending.await_update(shard)
-        end_nbytes = offset_nbytes + sink.numel()
-        if state_kind is StateKind.PARAMETERS:
+        end_nbytes = at.offset_nbytes + at.nbytes
+        if at.kind is StateKind.PARAMETERS:
             with self.kept.lent(shard, is_own=True) as kept:
                 if kept is not None and end_nbytes <= kept.numel():
-                    sink.copy_(kept[offset_nbytes:end_nbytes])
+                    sink.copy_(kept[at.offset_nbytes : end_nbytes])
                     return
         read().wait()
 

@@ -208,6 +208,27 @@ class RestingState:
             self._views.pop((unit.index, kind), None)
 
 
+@dataclass(frozen=True, slots=True)
+class StateRange:
+    """Bytes of one state kind of a unit."""
+
+    unit: Unit
+    kind: StateKind
+    offset_nbytes: int
+    nbytes: int
+
+    @staticmethod
+    def of(unit: Unit, kind: StateKind, offset_nbytes: int, nbytes: int | None) -> StateRange:
+        """Returns the range from an offset on; without `nbytes` to the end."""
+        length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
+        return StateRange(unit, kind, offset_nbytes, length)
+
+    @property
+    def what(self) -> str:
+        """The range in the words of messages and traces."""
+        return f"{self.kind.value} of {self.unit.name}"
+
+
 class StateStore(ABC):
     """The state of units, wherever it rests.
 
@@ -221,15 +242,18 @@ class StateStore(ABC):
         self.location, self.placed = resting.location, resting.placed
         self.host_view = resting.host_view
 
-    @abstractmethod
     def put_first(self, unit: Unit, fill: FirstValues) -> bool:
-        """Leaves first values with the store; see `LocalStore.put_first`. False: it takes none."""
+        """Gives a unit's weights on NVMe their first values, which are written together with the
+        values that follow. Until then a read calls `fill` on the block; `fill` overwrites all of
+        it. Returns False, and keeps nothing, where the weights rest elsewhere, and over ranks: a
+        rank writes the first values of its shards as they come."""
+        del unit, fill
+        return False
 
-    @abstractmethod
     def unwritten(self) -> list[Unit]:
-        """The units whose first values are not on NVMe yet."""
+        """Returns the units whose first values are not on NVMe yet."""
+        return []
 
-    @abstractmethod
     def read(
         self,
         unit: Unit,
@@ -241,8 +265,8 @@ class StateStore(ABC):
         nbytes: int | None = None,
     ) -> Transfer:
         """Starts reading a range of the state into the start of `block`. Whole pages only."""
+        return self._read(StateRange.of(unit, kind, offset_nbytes, nbytes), block, priority)
 
-    @abstractmethod
     def write(
         self,
         unit: Unit,
@@ -261,6 +285,23 @@ class StateStore(ABC):
         `undecided` gets what is written, until `Volume.publish`. `digests`: of the bytes, from
         `Volume.digests`.
         """
+        at = StateRange.of(unit, kind, offset_nbytes, nbytes)
+        return self._write(at, block, priority, undecided, digests)
+
+    @abstractmethod
+    def _read(self, at: StateRange, block: Block, priority: Priority) -> Transfer:
+        """See `read`."""
+
+    @abstractmethod
+    def _write(
+        self,
+        at: StateRange,
+        block: Block,
+        priority: Priority,
+        undecided: UndecidedContent | None,
+        digests: PageDigests | None,
+    ) -> Transfer:
+        """See `write`."""
 
 
 class LocalStore(StateStore):
@@ -277,9 +318,6 @@ class LocalStore(StateStore):
 
     @override
     def put_first(self, unit: Unit, fill: FirstValues) -> bool:
-        """Gives a unit's weights on NVMe their first values, which are written together with the
-        values that follow. Until then a read calls `fill` on the block; `fill` overwrites all of
-        it. Returns False, and keeps nothing, where the weights rest elsewhere."""
         if not isinstance(self.location(unit, StateKind.PARAMETERS), NvmeLocation):
             return False
         self._first_values[unit.index] = fill
@@ -290,46 +328,33 @@ class LocalStore(StateStore):
         return [self.units[index] for index in self._first_values]
 
     @override
-    def read(
-        self,
-        unit: Unit,
-        kind: StateKind,
-        block: Block,
-        *,
-        priority: Priority,
-        offset_nbytes: int = 0,
-        nbytes: int | None = None,
-    ) -> Transfer:
-        location = self.location(unit, kind)
+    def _read(self, at: StateRange, block: Block, priority: Priority) -> Transfer:
+        location = self.location(at.unit, at.kind)
         assert location is not None
-        length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
-        if kind is StateKind.PARAMETERS and unit.index in self._first_values:
-            assert length == unit.weight_nbytes
-            self._first_values[unit.index](self._host.tensor(block, nbytes=length))
+        if at.kind is StateKind.PARAMETERS and at.unit.index in self._first_values:
+            assert at.nbytes == at.unit.weight_nbytes
+            self._first_values[at.unit.index](self._host.tensor(block, nbytes=at.nbytes))
             return FINISHED
         if isinstance(location, NvmeLocation):
             assert self.volume is not None
-            self._counters.add("nvme_read_nbytes", length)
+            self._counters.add("nvme_read_nbytes", at.nbytes)
             asked_ns = time.monotonic_ns()
-            what = f"{kind.value} of {unit.name}"
             ticket = self.volume.read(
                 location.extents,
-                offset_nbytes=offset_nbytes,
-                nbytes=length,
+                offset_nbytes=at.offset_nbytes,
+                nbytes=at.nbytes,
                 address=block.address,
                 priority=priority,
-                label=what,
+                label=at.what,
             )
-            show(self._counters, self.volume, ticket, Track.READS, what, asked_ns)
+            show(self._counters, self.volume, ticket, Track.READS, at.what, asked_ns)
             return ticket
         if isinstance(location, CheckpointLocation):
             stored = location.stored
-            if length < stored.nbytes:
-                stored = stored.cut(offset_nbytes, offset_nbytes + length)
-            return self._read_shards(unit, stored, block, priority)
-        return self._copy(
-            location, offset_nbytes, self._host.tensor(block, nbytes=length), inward=False
-        )
+            if at.nbytes < stored.nbytes:
+                stored = stored.cut(at.offset_nbytes, at.offset_nbytes + at.nbytes)
+            return self._read_shards(at.unit, stored, block, priority)
+        return self._copy(location, at, block, inward=False)
 
     def _read_shards(
         self, unit: Unit, stored: StoredWeights, block: Block, priority: Priority
@@ -346,49 +371,42 @@ class LocalStore(StateStore):
         return ticket
 
     @override
-    def write(
+    def _write(
         self,
-        unit: Unit,
-        kind: StateKind,
+        at: StateRange,
         block: Block,
-        *,
-        offset_nbytes: int = 0,
-        nbytes: int | None = None,
-        priority: Priority = Priority.WRITE_BACK,
-        undecided: UndecidedContent | None = None,
-        digests: PageDigests | None = None,
+        priority: Priority,
+        undecided: UndecidedContent | None,
+        digests: PageDigests | None,
     ) -> Transfer:
-        location = self.location(unit, kind)
+        location = self.location(at.unit, at.kind)
         assert location is not None
-        length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
-        if isinstance(location, NvmeLocation):
-            assert self.volume is not None
-            assert not block.is_mapped_away
-            self._counters.add("nvme_write_nbytes", length)
-            asked_ns = time.monotonic_ns()
-            ticket = self.volume.write(
-                location.extents,
-                offset_nbytes=offset_nbytes,
-                nbytes=length,
-                address=block.address,
-                priority=priority,
-                undecided=undecided,
-                digests=digests,
-            )
-            if kind is StateKind.PARAMETERS and unit.index in self._first_values:
-                assert length == unit.weight_nbytes
-                del self._first_values[unit.index]
-            what = f"{kind.value} of {unit.name}"
-            show(self._counters, self.volume, ticket, Track.WRITES, what, asked_ns)
-            return ticket
-        return self._copy(
-            location, offset_nbytes, self._host.tensor(block, nbytes=length), inward=True
+        if not isinstance(location, NvmeLocation):
+            return self._copy(location, at, block, inward=True)
+        assert self.volume is not None
+        assert not block.is_mapped_away
+        self._counters.add("nvme_write_nbytes", at.nbytes)
+        asked_ns = time.monotonic_ns()
+        ticket = self.volume.write(
+            location.extents,
+            offset_nbytes=at.offset_nbytes,
+            nbytes=at.nbytes,
+            address=block.address,
+            priority=priority,
+            undecided=undecided,
+            digests=digests,
         )
+        if at.kind is StateKind.PARAMETERS and at.unit.index in self._first_values:
+            assert at.nbytes == at.unit.weight_nbytes
+            del self._first_values[at.unit.index]
+        show(self._counters, self.volume, ticket, Track.WRITES, at.what, asked_ns)
+        return ticket
 
     def _copy(
-        self, location: StateLocation, offset_nbytes: int, host: torch.Tensor, *, inward: bool
+        self, location: StateLocation, at: StateRange, block: Block, *, inward: bool
     ) -> Transfer:
-        """Copies between a host range and a location that is not on NVMe."""
+        """Copies between a host block and a location that is not on NVMe."""
+        host, offset_nbytes = self._host.tensor(block, nbytes=at.nbytes), at.offset_nbytes
         if isinstance(location, HostLocation):
             rest = self._host.tensor(location.block, offset_nbytes, host.numel())
             _ = rest.copy_(host) if inward else host.copy_(rest)
