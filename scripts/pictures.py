@@ -22,7 +22,7 @@ from infinity.plan.model import model_of_shape
 from infinity.plan.predict import Forecast
 from infinity.plan.shapes import scaled_gpt
 from infinity.simulate.clock import Timeline
-from infinity.state.moments import moments_of
+from infinity.state.units import moments_of
 from infinity.tools.pictures.timeline import find_pyplot, paint
 from infinity.tools.plan import gantt
 from infinity.tools.plan.catalogue import plan_cell

@@ -23,7 +23,6 @@ from infinity.modules.reading.dtypes import Dtypes
 from infinity.modules.reading.load_plan import StoredParams
 from infinity.modules.tiling.split import Tiling
 from infinity.state.budgets import Budgets, MachineSizes, compute_budgets, weights_in_use
-from infinity.state.moments import moments_of
 from infinity.state.spare_generations import (
     are_inside_step,
     count_spares,
@@ -32,7 +31,7 @@ from infinity.state.spare_generations import (
 )
 from infinity.state.stored import StoredTensor
 from infinity.state.tiles import decodes_experts, fit
-from infinity.state.units import Moments, TensorFacts, Unit, layout_units
+from infinity.state.units import Moments, TensorFacts, Unit, layout_units, moments_of
 from infinity.storage.arena import available_host_nbytes
 from infinity.tiers.open_device import ChosenDevice
 

@@ -22,9 +22,8 @@ from infinity.modules.tiling.split import tiles_of
 from infinity.ops.rules import Settings
 from infinity.optimizers.clipping import Measured, clip_grad_norm_, measured
 from infinity.optimizers.state import OptimizerState
-from infinity.state.moments import moments_of
 from infinity.state.tiles import name_of_tiled
-from infinity.state.units import TensorSpec
+from infinity.state.units import TensorSpec, moments_of
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

@@ -32,9 +32,16 @@ from infinity.plan.shapes import (
     refuse_unknown_targets,
     shape_of_config,
 )
-from infinity.state.moments import moments_of
 from infinity.state.stored import StoredTensor
-from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_unit, layout_units
+from infinity.state.units import (
+    OF_ADAM,
+    Moments,
+    TensorFacts,
+    Unit,
+    layout_unit,
+    layout_units,
+    moments_of,
+)
 from infinity.tiers.ranges import rounded_nbytes
 
 

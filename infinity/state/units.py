@@ -28,6 +28,8 @@ from functools import cache
 import torch
 
 from infinity.codecs.on_device import WeightPlace
+from infinity.config.schema.engine import Precision
+from infinity.config.schema.optimizer import Optimizer
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
@@ -90,6 +92,19 @@ class Moments:
 
 
 OF_ADAM = Moments()
+
+_MOMENTS = {
+    "adamw": (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ),
+    "adam": (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ),
+    "lion": (StateKind.EXP_AVG,),
+    "sgd": (StateKind.MOMENTUM_BUFFER,),
+}
+
+
+def moments_of(optimizer: Optimizer, precision: Precision) -> Moments:
+    """Returns the moments that a model reserves space for at offload."""
+    kinds = _MOMENTS[optimizer.name][: optimizer.num_moments]
+    return Moments(kinds, MomentFormat(precision.moments))
 
 
 @cache

@@ -17,7 +17,7 @@ from infinity.simulate.spec import Rates, StepSpec
 from infinity.simulate.step import predict
 from infinity.simulate.update_device import LEAST_GAIN, choose, settled
 from infinity.sizes import GIB
-from infinity.state.moments import moments_of
+from infinity.state.units import moments_of
 from infinity.tools.plan.advice import advise
 
 from .test_step import ANOMALY, GB, job, unit

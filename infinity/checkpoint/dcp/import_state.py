@@ -31,8 +31,7 @@ from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, StorageError, UnsupportedError, corrupt
 from infinity.optimizers.offloaded import OffloadedOptimizer
-from infinity.state.moments import moments_of
-from infinity.state.units import StateKind, TensorSpec
+from infinity.state.units import StateKind, TensorSpec, moments_of
 from infinity.streaming.gradients.sums import in_memory_order
 
 _NAME = "infinity.checkpoint.import_dcp"
