@@ -55,19 +55,6 @@ class _KeptCopy:
     is_changing: bool = False  # An update has it.
     write: Transfer = FINISHED  # From the memory.
 
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody uses the memory."""
-        return not (self.num_readers or self.is_changing) and self.write.done()
-
-
-@dataclass(frozen=True, slots=True)
-class ChangingCopy:
-    """Memory that is lent to an update. `is_current`: it has the weights that the update reads."""
-
-    block: Block
-    is_current: bool
-
 
 class KeptShards:
     """Copies of shards' weights, by the index of the shard's unit. Thread-safe.
@@ -141,10 +128,11 @@ class KeptShards:
 
     # -- Updates: their thread ---------------------------------------------------------------------
 
-    def begin_update(self, shard: int) -> ChangingCopy | None:
-        """Lends memory for the weights that an update reads and changes, until `end_update`; None
-        if there is none, or a reader keeps it for long. Nobody may begin to read the shard, unless
-        the update is early. Raises StorageError if the last write has failed."""
+    def begin_update(self, shard: int) -> tuple[Block, bool] | None:
+        """Lends memory for the weights that an update reads and changes, until `end_update`, and
+        says whether it has the weights that the update reads; None if there is none, or a reader
+        keeps it for long. Nobody may begin to read the shard, unless the update is early. Raises
+        StorageError if the last write has failed."""
         with self._lock:
             self._lock.wait_for(lambda: not self._is_lent(shard), timeout=_UPDATE_PATIENCE_S)
             copy = self._copies.get(shard)
@@ -157,7 +145,7 @@ class KeptShards:
         except BaseException:
             self.end_update(shard, None)
             raise
-        return ChangingCopy(copy.block, is_current)
+        return copy.block, is_current
 
     def end_update(self, shard: int, write: Transfer | None) -> None:
         """Ends `begin_update`. `write`: of the new weights, from the memory; None: the content is

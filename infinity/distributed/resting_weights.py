@@ -121,8 +121,9 @@ class RestingWeights(UpdatedWeights):
         copy = self._kept.begin_update(unit.index)
         if copy is None:
             return None
-        place = self._copies[unit.index] = _Place(copy.block, unit.index)
-        if read and not copy.is_current:
+        block, is_current = copy
+        place = self._copies[unit.index] = _Place(block, unit.index)
+        if read and not is_current:
             try:
                 self._start_read(place, unit)
             except BaseException:

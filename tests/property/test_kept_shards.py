@@ -52,8 +52,9 @@ class KeptShardsMachine(RuleBasedStateMachine):
         self.next_byte = (self.next_byte + 1) % 256
         copy = self.kept.begin_update(shard)
         if copy is not None:
-            memory = self.pool.tensor(copy.block)[:NBYTES]
-            assert not copy.is_current or torch.all(memory == self.at_rest[shard])
+            block, is_current = copy
+            memory = self.pool.tensor(block)[:NBYTES]
+            assert not is_current or torch.all(memory == self.at_rest[shard])
             memory.fill_(self.next_byte)
             self.kept.end_update(shard, FINISHED)
         return self.next_byte
@@ -80,7 +81,7 @@ class KeptShardsMachine(RuleBasedStateMachine):
         self.kept.reserve(self.pool, SHARDS[shard], is_early=is_early)  # type: ignore[arg-type]
         copy = self.kept.begin_update(shard)
         if copy is not None:
-            self.pool.tensor(copy.block).fill_(254)
+            self.pool.tensor(copy[0]).fill_(254)
             self.kept.end_update(shard, None)
         self.kept.drop(shard)
 

@@ -56,9 +56,10 @@ def _update(kept: KeptShards, pool: Any, shard: int, byte: int, write: Any = FIN
     """Returns whether the copy had the weights before."""
     copy = kept.begin_update(shard)
     assert copy is not None
-    pool.tensor(copy.block).fill_(byte)
+    block, is_current = copy
+    pool.tensor(block).fill_(byte)
     kept.end_update(shard, write)
-    return copy.is_current
+    return is_current
 
 
 def _kept(*shards: int) -> tuple[KeptShards, Any]:
@@ -163,8 +164,8 @@ def test_weights_of_an_early_update_are_read_when_the_step_keeps_it(is_kept: boo
     kept.reserve(pool, _shard(1), is_early=True)
     assert _content(kept, 1) == 1, "its update has not begun"
     copy = kept.begin_update(1)
-    assert copy is not None and copy.is_current and _content(kept, 1) is None
-    pool.tensor(copy.block).fill_(9)
+    assert copy is not None and copy[1] and _content(kept, 1) is None
+    pool.tensor(copy[0]).fill_(9)
     kept.end_update(1, FINISHED)
     assert _content(kept, 1) is None
     (kept.publish if is_kept else kept.drop)(1)
