@@ -10,27 +10,34 @@ Note [Thread of updates]
   where the state rests, without the weight cache. Its memory, the staging slots and the blocks of
   weights, is lent by the training thread before the first update and taken back after the last.
 
-Early updates, in the backward, write undecided bytes (`state/undecided.py`). The training thread
-publishes those that the step keeps; the thread publishes one that the step found under way.
+An early update of a shard, in the backward, begins when the shard's sums over all ranks are
+complete, if this step is like the last. It writes undecided bytes (`state/undecided.py`): until the
+decision every rank reads those of the last step. The training thread publishes the updates that the
+step keeps; the thread publishes one that the step found under way. Ranks need not agree: an update
+that is kept has the bits of an ordinary one (docs/design/0003-updates.md).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+from typing_extensions import override
 
 from infinity.distributed.resting_weights import RestingWeights
 from infinity.distributed.store import DistributedStore
+from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation, changing_kinds
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
-from infinity.streaming.gradients.store import GradientStore
-from infinity.streaming.updates.record import UpdateSettings
+from infinity.streaming.updates.early import EarlyUpdates
+from infinity.streaming.updates.record import StepRecord, UpdateSettings
 from infinity.streaming.updates.staging_ring import StagingRing
-from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate, chunks_of
+from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
 from infinity.tiers.host import HostPool
 
 _WRITES_POLL_S = 0.01  # The end of a write wakes nobody.
@@ -53,92 +60,100 @@ def can_defer(store: DistributedStore, settings: UpdateSettings) -> bool:
     )
 
 
-class ShardUpdates:
+class ShardUpdates(EarlyUpdates):
     """Updates this rank's shards in a thread of its own. The training thread calls, under the
-    engine's lock."""
+    engine's lock. Units are those of the model; each stands for this rank's shard of it."""
 
     def __init__(
         self,
         store: DistributedStore,
         pool: HostPool,
+        gradients: DistributedGradients,
         counters: Counters,
         settings: UpdateSettings,
-        undecided: UndecidedState,
-        gradients: GradientStore,
     ) -> None:
-        self._undecided = undecided
-        self._pending = store.pending
-        self._kept = store.kept
-        self._pool = pool
-        self._tell_others = store.transport.abort
-        # The counters of waits are for those of the training thread.
-        self._ring = StagingRing(
-            store.local, pool, Counters(), gradients,
-            chunk_nbytes=settings.chunk_nbytes, num_slots=settings.num_staging_slots,
-            reads_again=True, undecided=undecided.contents,
-        )  # fmt: skip
+        undecided = UndecidedState(store.local, pool)
+        # Only the training thread's waits are counted, so this ring gets counters of its own.
+        ring = StagingRing(
+            store.local, pool, Counters(), gradients.owned, settings, undecided, is_of_thread=True
+        )
         shards = [shard.unit for shard in store.partition.local]
         self._weights = RestingWeights(store.local, undecided, pool, store.kept, shards)
-        digests = self._weights.digests
-        self._chunks = ChunkUpdates(self._ring, self._weights, counters, None, undecided, digests)
-        self._chunk_nbytes = settings.chunk_nbytes
-        # All chunks of shards that were expected, by shard; they stay the same.
-        self._chunks_of_shard: dict[int, tuple[Chunk, ...]] = {}
-        self._updates: Mapping[int, UnitUpdate] = {}
-        self._early: dict[int, UnitUpdate] = {}  # By shard, the last of each.
+        chunks = ChunkUpdates(ring, self._weights, counters, None, undecided, self._weights.digests)
+        super().__init__(shards, gradients.owned, chunks, counters, settings, is_over_ranks=True)
+        self._progress = gradients.progress
+        self._store = store
+        self._pending, self._kept = store.pending, store.kept
+        self._pool = pool
+        self._updates: dict[int, UnitUpdate] = {}  # By shard, the last of each.
         self._going_on: set[int] = set()  # Early ones that were under way at the decision.
         self._has_memory = False
         self._thread: threading.Thread | None = None
 
     # -- Training thread ---------------------------------------------------------------------------
 
-    def start(self, updates: Mapping[int, UnitUpdate]) -> set[int]:
-        """Starts updates, by shard and in order, but for those that were made early. Returns the
-        shards whose early update is kept, made or under way: they are in `updates`. None is
-        pending. Raises CapacityError, before anything has changed."""
+    def start(self, record: StepRecord, updates: Mapping[int, UnitUpdate]) -> None:
+        """Starts the updates of a step, by shard and in order, but for those that were made early
+        as the step has decided. None is pending. Raises CapacityError, before anything but early
+        updates has changed."""
         assert self._pending.are_resting
-        if not updates:
-            return set()
+        self.take_back_others(record)
+        made = self._start_pending(updates) if updates else set()
+        kept = [index for index, early in self._early.items() if early.unit.index in made]
+        self.end_step(record, kept)
+        in_backward = [self._units[unit] for unit in self.policy.plan()]
+        if in_backward and self._has_memory:
+            # State that is read ahead: of the next backward, then of the next forward.
+            later = (update.unit for update in updates.values())
+            self._pending.expect(shard.index for shard in (*in_backward, *later))
+
+    def _start_pending(self, updates: Mapping[int, UnitUpdate]) -> set[int]:
+        """Returns the shards whose early update is kept, made or under way."""
         self._ring.take()
         self._weights.lend()
         self._has_memory = True
-        self._updates = updates
+        self._updates.update(updates)
         for update in updates.values():
             if self._weights.travels(update.unit):
                 self._kept.reserve(self._pool, update.unit)
         done, self._going_on = self._pending.add(updates)
         for shard in done:
             self._publish(updates[shard].unit)
-        for shard, early in self._early.items():
-            if shard not in self._going_on:
+        for early in self._early.values():
+            if early.unit.index not in self._going_on:
                 self._undecided.free(early.unit)
         self._ensure_thread()
         return done | self._going_on
 
-    def begin_early(self, update: UnitUpdate) -> bool:
-        """Queues an update that no step has decided: nobody sees it before `start`. Returns False
-        if no memory is free for what it changes on the host."""
-        if not self._undecided.reserve(update.unit):
+    @override
+    def _is_ready(self, unit: Unit) -> bool:
+        if not self._progress.is_complete(unit.index):
             return False
-        self._early[update.unit.index] = update
-        self._going_on.discard(update.unit.index)
-        if self._weights.travels(update.unit):
-            self._kept.reserve(self._pool, update.unit, is_early=True)
-        self._pending.add_early(update.unit.index)
+        self._gradients.write_out(unit)
+        return self._gradients.is_complete(unit)
+
+    @override
+    def _content(self, unit: Unit) -> object:
+        return super()._content(unit), self._pending.num_changes(unit.index)
+
+    @override
+    def _start(self, index: int, update: UnitUpdate) -> bool:
+        """Nobody sees the update before `start`."""
+        if not self._take_memory():
+            self._pause()
+            return False
+        shard = update.unit
+        if not self._undecided.reserve(shard):
+            return False
+        self._updates[shard.index] = update
+        self._going_on.discard(shard.index)
+        if self._weights.travels(shard):
+            self._kept.reserve(self._pool, shard, is_early=True)
+        self._pending.add_early(shard.index)
         self._ensure_thread()
         return True
 
-    def expect(self, shards: Sequence[Unit]) -> None:
-        """State of these shards is read ahead of their gradients, in this order, as far as there
-        are staging slots that are free. They will be updated next, if at all."""
-        if self._has_memory:
-            for shard in shards:
-                if shard.index not in self._chunks_of_shard:
-                    every = tuple(shard.trainable())
-                    self._chunks_of_shard[shard.index] = chunks_of(shard, every, self._chunk_nbytes)
-            self._pending.expect(shard.index for shard in shards)
-
-    def take_memory(self) -> bool:
+    def _take_memory(self) -> bool:
         """Takes memory for state and weights on their way, unless it is there; weights that are
         only kept give way. Returns whether there was some."""
         if self._has_memory:
@@ -152,15 +167,23 @@ class ShardUpdates:
         self._has_memory = True
         return True
 
-    def withdraw(self, shards: Iterable[int]) -> set[int]:
-        """Takes early updates back, where there are any. Returns the shards whose update had begun.
-        Waits for a chunk at most."""
-        shards = list(shards)
-        begun = self._pending.withdraw(shards)
+    def _pause(self) -> None:
+        """Takes back early updates that are not made, and begins none before the next step: memory
+        is needed."""
+        self._left.clear()
+        self._planned.clear()
+        self._take_back([index for index, early in self._early.items() if not early.is_done])
+
+    @override
+    def _stop(self, taken_back: Sequence[UnitUpdate]) -> None:
+        shards = [update.unit for update in taken_back]
+        begun = self._pending.withdraw(
+            shard.index for shard in shards
+        )  # Waits for a chunk at most.
         for shard in shards:
-            self._drop(self._early[shard].unit)
-            self._undecided.free(self._early[shard].unit)
-        return begun
+            self._drop(shard)
+            self._undecided.free(shard)
+        self._note_undone(len(begun))
 
     def _publish(self, shard: Unit) -> None:
         """Any thread; nobody reads the shard."""
@@ -177,24 +200,35 @@ class ShardUpdates:
             self._thread = threading.Thread(target=self._run, name="infinity-updates", daemon=True)
             self._thread.start()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is memory that no update uses."""
-        return self._has_memory and self._pending.is_idle
+    # -- Memory: training thread -------------------------------------------------------------------
 
-    def release(self, *, waits: bool) -> bool:
-        """Gives the memory back after the last update, with `waits` after a wait for it. Returns
-        whether there was any."""
-        if not self._has_memory or not (waits or self._pending.is_idle):
+    def release_idle(self, *, is_needed: bool = False) -> bool:
+        """Frees the memory of updates if none is under way, and none is expected before the step.
+        Memory that is not needed keeps state that is read ahead. Returns whether there was any."""
+        if not (self._has_memory and self._pending.is_idle) or self._planned:
             return False
+        if self.policy.is_on and not is_needed and self._pool.spare.unclaimed_nbytes >= 0:
+            return False
+        self._give_memory_back()
+        return True
+
+    def release(self) -> bool:
+        """Frees the memory of updates after their end, or what the last early one has taken.
+        Returns whether there was any."""
+        self._pause()
+        if not self._has_memory:
+            return self._release_last()
+        self._give_memory_back()
+        return True
+
+    def _give_memory_back(self) -> None:
         self._pending.await_idle()
         self._has_memory = False
         self._weights.take_back()
         self._ring.give_up()
         for shard in self._going_on:
-            self._undecided.free(self._early[shard].unit)
+            self._undecided.free(self._updates[shard].unit)
         self._going_on = set()
-        return True
 
     def close(self, *, finishes: bool) -> None:
         """Ends the thread; with `finishes` after all updates, which other ranks may need.
@@ -230,10 +264,12 @@ class ShardUpdates:
                     self._update(self._updates[shard])
                     self._pending.note_updated(shard)
                 else:
-                    self._update_early(self._early[shard])
+                    self._update_early(self._updates[shard])
         except BaseException as error:
             self._pending.fail(error)
-            self._tell_others(f"in an update during training: {type(error).__name__}: {error}")
+            self._store.transport.abort(
+                f"in an update during training: {type(error).__name__}: {error}"
+            )
 
     def _update(self, update: UnitUpdate) -> None:
         shard = update.unit.index
@@ -286,22 +322,18 @@ class ShardUpdates:
 
     def _read_expected(self) -> None:
         """Starts to read state of expected shards into slots that are free."""
-        expected = (
-            chunk for shard in self._pending.expected() for chunk in self._chunks_of_shard[shard]
+        units = self._store.local.units
+        expected = chain.from_iterable(
+            self._all_chunks(units[shard]) for shard in self._pending.expected()
         )
         with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
             self._ring.start_more(expected, with_gradients=False)
 
     def _read_weights_ahead(self, shard: int) -> None:
-        following = next(iter(self._following(shard)), None)
+        following = next(iter(self._pending.upcoming(but=shard)), None)
         if following is not None:
-            self._weights.read_ahead(following)
+            self._weights.read_ahead(self._updates[following])
 
     def _chunks_after(self, shard: int) -> Iterator[Chunk]:
-        for following in self._following(shard):
-            yield from following.left
-
-    def _following(self, shard: int) -> Iterator[UnitUpdate]:
         for following in self._pending.upcoming(but=shard):
-            is_pending = self._pending.is_pending(following)
-            yield (self._updates if is_pending else self._early)[following]
+            yield from self._updates[following].left

@@ -8,7 +8,6 @@ DistributedMasters   masters of which this rank has a part
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +17,6 @@ import torch
 from typing_extensions import override
 
 from infinity.distributed.collective.unshard import DeviceUnshard
-from infinity.distributed.early_shards import EarlyShards
 from infinity.distributed.shard_updates import ShardUpdates, can_defer
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.sums.reduce import DistributedGradients
@@ -26,7 +24,6 @@ from infinity.distributed.sync import flush_owned, pull_updated
 from infinity.observe import Counters
 from infinity.ops.exact import join, split
 from infinity.state.partition import Shard, ShardSlice
-from infinity.state.undecided import UndecidedState
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.updates.masters import Masters, MasterWeights
 from infinity.streaming.updates.record import (
@@ -88,11 +85,10 @@ class DistributedUpdater(StepRunner):
     """The optimizer step over this rank's shards. All ranks enter it and leave it together.
 
     A `StepRunner` that has an `Updater` of the shards, `local`, for updates inside the step, and a
-    `ShardUpdates` for updates after it, `deferred`, some of which begin in the backward
-    (`early_shards.py`). `deferred` is None where every rank keeps the
-    weights, where memory is tight, and where a device computes updates or has state of them; then
-    `defer` does what `apply` does. No unit of the model is ever pending: pending shards are known
-    to the store, which makes each read of them wait.
+    `ShardUpdates` for updates after it, `deferred`, some of which begin in the backward. `deferred`
+    is None where every rank keeps the weights, where memory is tight, and where a device computes
+    updates or has state of them; then `defer` does what `apply` does. No unit of the model is ever
+    pending: pending shards are known to the store, which makes each read of them wait.
     """
 
     def __init__(
@@ -117,24 +113,15 @@ class DistributedUpdater(StepRunner):
         self._full_units = weight_cache
         self._gathering = None if store.partition.shards_parameters else gathering
         self._parts = {share.full: share.part for s in store.partition.local for share in s.shares}
-        self.deferred: ShardUpdates | None = None
-        self._early: EarlyShards | None = None
-        self._decided_s = time.monotonic()  # The last decision.
-        if can_defer(store, settings):
-            undecided = UndecidedState(store.local, pool)
-            self.deferred = ShardUpdates(
-                store, pool, counters, settings, undecided, gradients.owned
-            )
-            if settings.in_backward:
-                self._early = EarlyShards(
-                    store, gradients, undecided, self.deferred, counters,
-                    is_beside=settings.is_beside,
-                )  # fmt: skip
         kept = store.kept
         pool.add_giver(Giver.KEPT_SHARDS, lambda _: kept.give_back(pool))
         pool.add_giver(Giver.KEPT_SHARDS_IN_USE, lambda _: kept.give_back(pool, waits=True))
-        pool.add_giver(Giver.IDLE_SHARD_UPDATES, lambda _: self._release_idle(is_needed=True))
-        pool.add_giver(Giver.SHARD_UPDATES, lambda _: self._release())
+        self.deferred: ShardUpdates | None = None
+        if can_defer(store, settings):
+            deferred = self.deferred = ShardUpdates(store, pool, gradients, counters, settings)
+            give_idle = Giver.IDLE_SHARD_UPDATES
+            pool.add_giver(give_idle, lambda _: deferred.release_idle(is_needed=True))
+            pool.add_giver(Giver.SHARD_UPDATES, lambda _: deferred.release())
 
     def apply(self, record: StepRecord) -> None:
         """Updates this rank's shards, and makes the new weights visible to every rank. In a
@@ -169,34 +156,12 @@ class DistributedUpdater(StepRunner):
         for unit in self._changed_by(record):
             self._full_units.discard(unit.index)
             self._full_units.discard(self._num_full + unit.index)
-        self._start(self.deferred, self._local_of(record))
+        own = self._local_of(record)
+        self.deferred.start(own, self._updates_of(own))
         # INV-18: all ranks have entered the step, so none reads the old shards any more; none
         # reads the new ones before they are pending on every rank.
         self._store.transport.all_gather("optimizer.step() is over", b"")
         self._full_units.prefetch_anew()
-
-    def _start(self, deferred: ShardUpdates, record: StepRecord) -> None:
-        now_s = time.monotonic()
-        step_s, self._decided_s = now_s - self._decided_s, now_s
-        if self._early is None:
-            deferred.start(self._updates_of(record))
-            return
-        self._early.take_back_others(record)
-        updates = self._updates_of(record)
-        kept = self._early.kept(deferred.start(updates))
-        self._early.end_step(record, kept, step_s)
-        self._expect(deferred, self._early, updates)
-
-    def _expect(
-        self, deferred: ShardUpdates, early: EarlyShards, updates: Mapping[int, UnitUpdate]
-    ) -> None:
-        """State of the shards that the next backward will update is read ahead, then of those that
-        will wait for the next forward."""
-        local = self._store.partition.local
-        in_backward = [local[unit].unit for unit in early.policy.plan()]
-        if in_backward:
-            later = [update.unit for update in updates.values()]
-            deferred.expect([*in_backward, *later])
 
     def _updates_of(self, record: StepRecord) -> dict[int, UnitUpdate]:
         """Returns the updates of this rank's shards, those that are needed next first."""
@@ -221,46 +186,31 @@ class DistributedUpdater(StepRunner):
 
     @override
     def note_gradient(self, unit: int) -> None:
-        if self._early is not None:
-            self._early.note_gradient(unit)
+        if self.deferred is not None:
+            self.deferred.note_gradient(unit)
 
     @override
     def note_left(self, unit: int) -> bool:
-        return self._early is not None and self._early.note_left(unit)
+        return self.deferred is not None and self.deferred.note_left(unit)
 
     @override
     def begin_early(self, unit: int, record: StepRecord) -> None:
-        assert self._early is not None, "`note_left` has asked for it"
+        assert self.deferred is not None, "`note_left` has asked for it"
         shard = self._store.partition.local[unit].unit
-        self._early.begin(unit, updates_of(shard, self._local_of(record), self.chunk_nbytes))
+        update = updates_of(shard, self._local_of(record), self.chunk_nbytes)
+        self.deferred.begin_early(unit, update)
 
     @override
     def advance(self) -> None:
         self.local.advance()
-        if self._early is not None:
-            self._early.advance()
-        self._release_idle()
-
-    def _release_idle(self, *, is_needed: bool = False) -> bool:
-        """Frees the memory of updates if none is under way, and none is expected before the step.
-        Memory that is not needed keeps state that is read ahead. Returns whether there was any."""
-        if self.deferred is None or not self.deferred.is_idle:
-            return False
-        if self._early is not None and (
-            self._early.is_active
-            or (
-                self._early.policy.is_on
-                and not is_needed
-                and self._pool.spare.unclaimed_nbytes >= 0
-            )
-        ):
-            return False
-        return self.deferred.release(waits=False)
+        if self.deferred is not None:
+            self.deferred.advance()
+            self.deferred.release_idle()
 
     @override
     def withdraw(self, unit: int) -> None:
-        if self._early is not None:
-            self._early.take_back(unit)
+        if self.deferred is not None:
+            self.deferred.take_back(unit)
         self._store.pending.forget_expected([self._num_full + unit])
         self._store.pending.await_update(self._num_full + unit)
         self.local.finish_writes()
@@ -272,8 +222,8 @@ class DistributedUpdater(StepRunner):
 
     @override
     def settle(self) -> None:
-        if self._early is not None:
-            self._early.withdraw()
+        if self.deferred is not None:
+            self.deferred.withdraw()
         self._store.pending.forget_expected()
         self._store.pending.await_all()
         self._store.kept.forget()  # Who looks at all state may change it.
@@ -292,15 +242,6 @@ class DistributedUpdater(StepRunner):
                 self.deferred.close(finishes=not self._store.transport.is_broken)
         finally:
             self.local.abandon()
-
-    def _release(self) -> bool:
-        """Frees the memory of updates after their end, or what the last early one has taken.
-        Returns whether there was any."""
-        if self._early is not None:
-            self._early.pause()
-        if self.deferred is not None and self.deferred.release(waits=True):
-            return True
-        return self._early is not None and self._early.release()
 
     def _changed_by(self, record: StepRecord) -> list[Unit]:
         full_units = self._store.partition.full_units

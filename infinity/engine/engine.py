@@ -131,7 +131,7 @@ class Engine:
         )  # fmt: skip
         self._uses = UnitUses(
             self.store.units, self.weight_cache, self.gradients, self.updater, self.passes,
-            self._tracer, self._param_table, self._changes, self._lock,
+            self._param_table, self._changes, self._lock,
         )  # fmt: skip
         self._backwards = BackwardCalls(self._uses)
         self._grads = ParamGrads(

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.ops.host_sums import copy_
-from infinity.state.store import HostLocation, LocalStore, NvmeLocation, changing_kinds
+from infinity.state.store import HostLocation, NvmeLocation, StateStore, changing_kinds
 from infinity.state.units import StateKind, Unit
 from infinity.storage.generations import UndecidedContent
 from infinity.tiers.host import Block, HostPool
@@ -40,7 +40,7 @@ ByteRange = tuple[int, int]  # Of a state kind of a unit: from, to.
 _LABEL = "state of early updates"
 
 
-def can_be_undecided(store: LocalStore, unit: Unit, *, is_beside: bool) -> bool:
+def can_be_undecided(store: StateStore, unit: Unit, *, is_beside: bool) -> bool:
     """Whether the unit can be updated before the step has decided. All that an update of it changes
     rests on NVMe, which has generations, or on the host, where new bytes go beside the old.
 
@@ -57,7 +57,7 @@ def can_be_undecided(store: LocalStore, unit: Unit, *, is_beside: bool) -> bool:
     )
 
 
-def has_generations(store: LocalStore, unit: Unit) -> bool:
+def has_generations(store: StateStore, unit: Unit) -> bool:
     """Whether some of what an update of the unit changes rests on NVMe."""
     return any(
         isinstance(store.location(unit, kind), NvmeLocation) for kind in changing_kinds(unit)
@@ -86,7 +86,7 @@ class UndecidedState:
 
     def __init__(
         self,
-        store: LocalStore,
+        store: StateStore,
         pool: HostPool,
         leaves_home: Callable[[Unit, StateKind], bool] | None = None,
     ) -> None:

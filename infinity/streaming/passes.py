@@ -85,7 +85,7 @@ class Passes:
     """
 
     def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+        self.tracer = tracer
         self.is_in_forward = False
         self.is_layer_major = False
         self.is_graded = False
@@ -95,13 +95,13 @@ class Passes:
         """`kind` is "train" or "eval"."""
         self.is_in_forward = True
         self.is_graded = self.is_graded or kind == "train"
-        self._tracer.begin("forward", Track.PHASES, f"forward ({kind})")
+        self.tracer.begin("forward", Track.PHASES, f"forward ({kind})")
 
     def end_forward(self) -> None:
         """Ends a forward, in the trace too unless a backward repeats it."""
         self.is_in_forward = False
         if current_backward() == OUTSIDE_BACKWARD:  # Not one that a backward repeats.
-            self._tracer.end("forward")
+            self.tracer.end("forward")
 
     def break_off(self) -> None:
         """An exception may have ended the forward."""
@@ -110,12 +110,12 @@ class Passes:
     def begin_backward(self) -> None:
         """Begins a backward."""
         self.is_graded = False
-        self._tracer.begin("backward", Track.PHASES, "backward")
+        self.tracer.begin("backward", Track.PHASES, "backward")
 
     def end_backward(self) -> None:
         """Ends a backward."""
         self.beginnings.end_backward()
-        self._tracer.end("backward")
+        self.tracer.end("backward")
 
     @contextmanager
     def layer_major(self) -> Iterator[None]:

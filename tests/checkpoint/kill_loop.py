@@ -28,7 +28,8 @@ import infinity
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
 from infinity.observe import Counters
-from infinity.streaming.updates.early_turns import EarlyTurns
+from infinity.streaming.updates.turns import UpdateTurns
+from infinity.streaming.updates.unit_update import UnitUpdate
 from tests.checkpoint.harness import EARLY, durable, run
 from tests.checkpoint.test_copy import save
 from tests.support.file_systems import seem_elsewhere
@@ -137,18 +138,18 @@ def die_at(effect: int) -> None:
 def die_in_early_update(nth: int, directory: Path, counters: Counters) -> None:
     """SIGKILL behind the nth chunk that an early update has changed; 0 is never. Notes before it how
     many early updates this life has kept."""
-    left, real = nth, EarlyTurns._end_chunk
+    left, real = nth, UpdateTurns._end_chunk
 
-    def mortal(early: EarlyTurns, unit: int, error: BaseException | None) -> None:
+    def mortal(turns: UpdateTurns, update: UnitUpdate, error: BaseException | None) -> None:
         nonlocal left
-        left -= 1
-        if left == 0:
+        left -= update.unit.index not in turns.pending
+        if left == 0 and nth:
             with (directory / "in_early_updates").open("a") as log:
                 log.write(f"{counters.snapshot().get('early_updates_kept', 0):.0f}\n")
             os.kill(os.getpid(), signal.SIGKILL)
-        real(early, unit, error)
+        real(turns, update, error)
 
-    EarlyTurns._end_chunk = mortal  # type: ignore[method-assign]
+    UpdateTurns._end_chunk = mortal  # type: ignore[method-assign]
     idle_drives().__enter__()  # The process ends with it.
 
 

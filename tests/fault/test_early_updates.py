@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.run.links import thaw_removed
 from infinity.errors import InfinityError, StorageError
-from infinity.streaming.updates.pending_beside import PendingBeside
+from infinity.streaming.updates.turns import UpdateTurns
 from infinity.streaming.updates.updater import Updater
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import sampled
@@ -257,14 +257,14 @@ def test_checkpoints_that_go_meanwhile_leave_the_old_state(swap_directory: Path,
         def release(_: torch.Tensor) -> None:
             if not run.is_plain:
                 engine = infinity.engine_of(run.model)
-                assert engine.updater._early._undecided.contents, "nothing was updated so far"
+                assert engine.updater._turns._undecided.contents, "nothing was updated so far"
                 thaw_removed(engine.store.volume)
 
         def watch(_: nn.Module, __: Any, output: torch.Tensor) -> None:
             output.register_hook(release)
 
         if not run.is_plain:  # All are updated early, those before the hook and those after it.
-            infinity.engine_of(run.model).updater._early.policy.share = 1.0
+            infinity.engine_of(run.model).updater._turns.policy.share = 1.0
         hook = run.model.get_submodule("blocks.1").register_forward_hook(watch)
         run.backward(BEFORE)
         hook.remove()
@@ -304,7 +304,7 @@ def test_a_step_whose_older_updates_fail_has_decided_nothing(
         return [*losses, *steps(run, 2, start=BEFORE + 1)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PendingBeside, "turn_of", lambda *_: None)  # No worker makes pending updates.
+        patch.setattr(UpdateTurns, "_turn_of", lambda *_: None)  # No worker makes pending updates.
         run = offloaded(swap_directory, **OPTIONS[who]())
         assert compare(body, run)["early_updates_kept"]
     assert failed, "no unit waited for its update"

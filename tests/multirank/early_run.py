@@ -38,7 +38,8 @@ class RankUpdates:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.shards: Any = getattr(engine.updater, "_early", None)
+        shards: Any = getattr(engine.updater, "deferred", None)
+        self.shards = shards if shards is not None and shards.policy._nbytes else None
 
     def plan_all(self) -> None:
         """The next backward is to update every unit that it can."""

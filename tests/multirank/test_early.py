@@ -231,7 +231,7 @@ def _half_made(rank: int, case: Case) -> dict[str, Any]:
         dist.barrier()
         if run.shards is not None:
             run.begin_early(within_s=PATIENCE_S)
-            while not any(each.update.num_done == 1 for each in run.shards._early.values()):
+            while not any(each.num_done == 1 for each in run.shards._early.values()):
                 time.sleep(0.001)
         dist.barrier()
         found: dict[str, Any] = {}

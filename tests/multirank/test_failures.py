@@ -78,7 +78,7 @@ def _die_in(
             elif phase == "backward":
                 model.blocks[1].register_full_backward_hook(die)
             elif phase == "step":
-                engine.updater.local._chunks._update = die  # type: ignore[attr-defined]
+                engine.updater.local._turns._chunks._update = die  # type: ignore[attr-defined]
             elif phase == "lend":  # Another rank reads, or will read, this rank's memory.
                 BounceBuffer.lend = die  # type: ignore[method-assign]
             elif phase == "take":  # Another rank waits until this rank has read its memory.

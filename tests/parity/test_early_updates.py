@@ -214,8 +214,8 @@ def test_a_checkpoint_between_backward_and_step_has_the_old_state(
 
 def policy_of(run: Run) -> Any:
     updater = infinity.engine_of(run.model).updater
-    assert isinstance(updater, Updater) and updater._early is not None
-    return updater._early.policy
+    assert isinstance(updater, Updater)
+    return updater._turns.policy
 
 
 @pytest.mark.parametrize("place", ["nothing", "all beside a device"])

@@ -20,7 +20,7 @@ import infinity
 from infinity.errors import InfinityError, StorageError
 from infinity.streaming.gradients.leaving import LeavingGradients
 from infinity.streaming.updates import unit_update
-from infinity.streaming.updates.early_turns import EarlyTurns
+from infinity.streaming.updates.turns import UpdateTurns
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
 from infinity.streaming.updates.updater import Updater
 from infinity.streaming.updates.worker import LooseWork
@@ -46,10 +46,10 @@ def beside(directory: Path, seed: int = 0, **changes: Any) -> Run:
     return offloaded(directory, device=SimulatedDevice(seed, delay_s=1e-4), **changes)
 
 
-def early_of(run: Run) -> EarlyTurns:
+def early_of(run: Run) -> UpdateTurns:
     updater = infinity.engine_of(run.model).updater
-    assert isinstance(updater, Updater) and updater._early is not None
-    return updater._early
+    assert isinstance(updater, Updater)
+    return updater._turns
 
 
 def let_worker_finish(run: Run) -> None:
@@ -128,7 +128,7 @@ def test_the_newest_unit_is_first_where_all_state_rests_on_the_host(
     run = beside(swap_directory, placement=ALL_ON_HOST)
     steps(run, 3)
     early = early_of(run)
-    monkeypatch.setattr(EarlyTurns, "turn", lambda early: None)  # The worker does nothing.
+    monkeypatch.setattr(UpdateTurns, "turn", lambda early: None)  # The worker does nothing.
     run.backward(3)
     complete = list(early._to_make)
     assert len(complete) > 3 and list(early._in_turn()) == complete[::-1]
@@ -204,10 +204,10 @@ def test_what_the_worker_raises_reaches_the_thread_that_trains(
     run = beside(swap_directory)
     steps(run, 3)
 
-    def fail(early: EarlyTurns, unit: int) -> bool:
+    def fail(early: UpdateTurns, unit: int) -> bool:
         raise ZeroDivisionError("a mistake in an update")
 
-    monkeypatch.setattr(EarlyTurns, "_advance", fail)
+    monkeypatch.setattr(UpdateTurns, "_advance", fail)
     with pytest.raises(ZeroDivisionError, match="a mistake in an update"):
         for number in range(3, 9):
             early_of(run).policy.share = 1.0  # It may have found that there is no time.
@@ -268,7 +268,7 @@ def test_the_worker_updates_the_next_units_while_the_model_waits_in_a_block(
     )  # fmt: skip
     assert len(workers()) == 1
     updater = updater_of(run)
-    pending = updater._pending
+    pending = updater._turns.pending
     following = next(
         unit.index for unit in updater._store.units if unit.name.startswith("blocks.3")
     )
@@ -310,9 +310,8 @@ def test_a_worker_of_pending_updates_that_is_interrupted_anywhere_changes_no_bit
                 updater = updater_of(run)
                 with infinity.engine_of(run.model)._lock:  # As if memory were short.
                     assert updater._worker is not None
-                    if updater._beside.feed():
-                        updater._worker.wake()
-                    while updater.reclaim():
+                    updater.advance()
+                    while updater._turns.reclaim():
                         pass
                 assert not updater._ring.is_taken or not updater._ring.travels
         return seen

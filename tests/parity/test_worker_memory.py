@@ -101,7 +101,7 @@ def test_a_sum_that_a_pending_update_reads_keeps_its_memory(swap_directory: Path
     def body(run: Run) -> list[torch.Tensor]:
         seen = steps(run, 3)
         if not run.is_plain:
-            engine, pending = infinity.engine_of(run.model), updater_of(run)._pending
+            engine, pending = infinity.engine_of(run.model), updater_of(run)._turns.pending
             block: nn.Module = run.model.blocks[1]
             with held_updates() as held:
                 held.wanted = lambda staged: staged.chunk.unit.name.startswith("blocks.3")
@@ -157,7 +157,7 @@ def test_the_old_state_counts_though_new_weights_meet_an_error(
     def look_among_errors(run: Run) -> torch.Tensor:
         engine, early = infinity.engine_of(run.model), early_of(run)
         [unit] = [u for u in engine.store.units if u.name.startswith("blocks.3")]
-        assert early._early[unit.index].update.is_done
+        assert early._early[unit.index].is_done
         with engine._lock:
             weights, moves = engine.weight_cache.weights[unit.index], engine.weight_cache._moves
             if weights.block is not None:

@@ -128,7 +128,7 @@ def order_of_a_run(case: Case, table: dict[str, Any]) -> Order:
     batches = list(torch.randint(256, (case.num_micro_batches, 1, LENGTH)))
     for step in range(NUM_STEPS):
         if case.early_share is not None:
-            policy = engine.updater._early.policy
+            policy = engine.updater._turns.policy
             policy.share = case.early_share
         if step == NUM_STEPS - 2:
             engine._tracer.start()

@@ -18,7 +18,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import StorageError
-from infinity.streaming.updates.early_turns import EarlyTurns
+from infinity.streaming.updates.turns import UpdateTurns
 from infinity.streaming.updates.worker import LooseWork
 
 WIDTH, VOCABULARY, BLOCKS = 64, 50, 6
@@ -142,9 +142,9 @@ class Run:
 def idle_drives() -> Iterator[None]:
     """Every transfer is over when an early update looks at it. Early updates never wait, so on a
     busy machine none may come about."""
-    real = EarlyTurns.advance
+    real = UpdateTurns.advance
 
-    def now(early: EarlyTurns) -> None:
+    def now(early: UpdateTurns) -> None:
         real(early)
         while early.has_worker:  # What the worker may not get to before the step.
             early._gradients.end_readers()
@@ -155,14 +155,14 @@ def idle_drives() -> Iterator[None]:
             elif turn != ():
                 break
 
-    def under_way(early: EarlyTurns) -> list[Any]:
+    def under_way(early: UpdateTurns) -> list[Any]:
         ring = early._ring
         slots = [*ring._slots, *(each.slot for each in ring._started.values() if each.slot)]
         transfers = [transfer for slot in slots for transfer in slot.transfers]
         transfers += [each.writing for each in early._weight_cache.weights if each.writing]
         return [transfer for transfer in transfers if not transfer.done()]
 
-    def advance(early: EarlyTurns) -> None:
+    def advance(early: UpdateTurns) -> None:
         waited = under_way(early)
         for _ in range(12):
             for transfer in waited:
@@ -174,7 +174,7 @@ def idle_drives() -> Iterator[None]:
                 break
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EarlyTurns, "advance", advance)
+        patch.setattr(UpdateTurns, "advance", advance)
         yield
 
 

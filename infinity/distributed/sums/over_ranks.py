@@ -11,10 +11,8 @@ from collections.abc import Iterable
 from operator import itemgetter
 
 import torch
-from typing_extensions import override
 
 from infinity.distributed.collective.buckets import Contribution
-from infinity.distributed.pending import PendingShards
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.sums.norms import measured_shards
 from infinity.distributed.sums.ordered_sum import OrderedReduction
@@ -24,47 +22,13 @@ from infinity.distributed.wire.failures import ending_all
 from infinity.observe import Counters
 from infinity.ops.host_sums import add_, multiplied_
 from infinity.state.partition import ShardSlice
-from infinity.state.store import StateStore
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradients.blocks import PooledSumBlocks, SumsStay
 from infinity.streaming.gradients.store import GradientStore
-from infinity.streaming.gradients.tensors import CompleteSums
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostPool
 
 IN_SUMS = "in the sums of gradients"  # What is lost there other ranks have given.
-
-
-class OwnedSums(GradientStore):
-    """Sums over ranks of this rank's parts of gradients, which the thread of updates reads.
-
-    That thread reads the block of a shard that awaits its update, or is updated early, and takes no
-    lock (Note [Sums that stay in memory] in `streaming/gradients/blocks.py`). No such block is
-    given up: a reclaim of that memory waits for the updates, or takes them back
-    (`Giver.SHARD_UPDATES`). All other methods are for the training thread, under the
-    engine's lock.
-    """
-
-    def __init__(
-        self,
-        store: StateStore,
-        pool: HostPool,
-        device: DeviceAdapter,
-        counters: Counters,
-        norms: CompleteSums,
-        pending: PendingShards,
-        stay: SumsStay,
-        takes_bf16: bool,
-    ) -> None:
-        super().__init__(
-            store, pool=pool, device=device, counters=counters, norms=norms,
-            blocks=PooledSumBlocks(pool, stay), takes_bf16=takes_bf16,
-        )  # fmt: skip
-        self._pending = pending
-
-    @override
-    def _is_in_use(self, unit: Unit) -> bool:
-        return super()._is_in_use(unit) or self._pending.is_read(unit.index)
 
 
 class SumsOverRanks:
@@ -96,9 +60,14 @@ class SumsOverRanks:
             for share in shard.shares
         }
         self.norms = measured_shards(share for _, share in self._owned.values())
-        self.store = OwnedSums(
-            store, pool, device, counters, self.norms, store.pending, stay, takes_bf16
-        )
+        # The thread of updates reads the block of a shard that awaits its update, or is updated
+        # early, without a lock. To give the block up is to wait for the updates, or to take them
+        # back (`Giver.SHARD_UPDATES`).
+        blocks = PooledSumBlocks(pool, stay, is_read=store.pending.is_read)
+        self.store = GradientStore(
+            store, pool=pool, device=device, counters=counters, norms=self.norms, blocks=blocks,
+            takes_bf16=takes_bf16,
+        )  # fmt: skip
         self._waiting: OrderedReduction[PartialGradient] = OrderedReduction(
             partition.count, combine=self._combine, drop=self._partials.drop
         )

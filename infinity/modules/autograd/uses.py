@@ -21,7 +21,7 @@ from infinity.modules.autograd.param import ParamTable
 from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.interrupts import UNINTERRUPTED
-from infinity.observe import Tracer, Track
+from infinity.observe import Track
 from infinity.ops.rules import Settings
 from infinity.private.torch import is_any_autocast_enabled, peek_interpreter_stack
 from infinity.state.units import TensorSpec, Unit
@@ -57,7 +57,6 @@ class UnitUses:
         gradients: GradientSink,
         updater: StepRunner,
         passes: Passes,
-        tracer: Tracer,
         param_table: ParamTable,
         changes: WeightEdits,
         lock: threading.RLock,
@@ -67,7 +66,7 @@ class UnitUses:
         self._gradients = gradients
         self._updater = updater
         self.passes = passes
-        self._tracer = tracer
+        self._tracer = passes.tracer
         self.param_table = param_table
         self.current_stream = weight_cache.current_stream
         self._changes = changes

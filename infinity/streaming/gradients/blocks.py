@@ -45,6 +45,11 @@ class SumBlocks(Protocol):
     def give_back(self, block: Block) -> None:
         """Frees a block from `take`."""
 
+    def is_read(self, unit: int) -> bool:
+        """Whether a thread reads the unit's block without the lock: the block is not reclaimed."""
+        del unit
+        return False
+
     def end_step(self) -> None:
         """The next step is expected to take the blocks that this one has taken."""
 
@@ -60,8 +65,11 @@ class SumsStay(Enum):
 class PooledSumBlocks(SumBlocks):
     """Takes each block from the pool when it is needed."""
 
-    def __init__(self, pool: HostPool, stay: SumsStay) -> None:
+    def __init__(
+        self, pool: HostPool, stay: SumsStay, is_read: Callable[[int], bool] | None = None
+    ) -> None:
         self._pool = pool
+        self._is_read = is_read
         self._stay = SumsStay.NEVER if pool.is_tight else stay
         self._expected: dict[int, int] = {}  # Bytes by unit, not yet taken in this step.
         self._taken: dict[int, int] = {}
@@ -87,6 +95,10 @@ class PooledSumBlocks(SumBlocks):
         self._pool.free(block)
 
     @override
+    def is_read(self, unit: int) -> bool:
+        return self._is_read is not None and self._is_read(unit)
+
+    @override
     def end_step(self) -> None:
         self._expected, self._taken = self._taken, {}
         self._pool.spare.sums_to_come_nbytes = sum(self._expected.values())
@@ -96,7 +108,7 @@ class SumsInBlocks:
     """The blocks that are lent to sums of units. Called under the engine's lock, by `GradientStore`
     alone.
 
-    `tensors`: the gradients. `is_in_use`: whether a unit's block must not be reclaimed now.
+    `tensors`: the gradients.
     """
 
     def __init__(
@@ -107,7 +119,6 @@ class SumsInBlocks:
         counters: Counters,
         norms: CompleteSums,
         tensors: Mapping[TensorSpec, TensorGradient],
-        is_in_use: Callable[[Unit], bool],
     ) -> None:
         self._store = store
         self._pool = pool
@@ -115,7 +126,7 @@ class SumsInBlocks:
         self._counters = counters
         self._norms = norms
         self._tensors = tensors
-        self._is_in_use = is_in_use
+        self._in_use: Unit | None = None
         self._awaited: set[int] = set()  # Units whose sum an update is to read.
         self._lent: dict[Unit, UnitGradients] = {}  # The oldest first.
         self._due: dict[Unit, UnitGradients] = {}  # DUE, in the order of their writes.
@@ -152,6 +163,13 @@ class SumsInBlocks:
         self._lent[unit] = sums
         self._absent_nbytes -= block.nbytes
         return array
+
+    def keep(self, unit: Unit | None) -> None:
+        """The unit's block, and no other one, must not be reclaimed now."""
+        self._in_use = unit
+
+    def _is_in_use(self, unit: Unit) -> bool:
+        return unit is self._in_use or self._blocks.is_read(unit.index)
 
     # -- Writes ------------------------------------------------------------------------------------
 

@@ -191,15 +191,6 @@ class GradientStaging:
 
 
 @dataclass(frozen=True, slots=True)
-class _Addition:
-    """What follows a copy to a staging block. `staged` and `target`: (numel,) of one part."""
-
-    block: StagingBlock
-    staged: torch.Tensor
-    target: torch.Tensor  # Fp32.
-
-
-@dataclass(frozen=True, slots=True)
 class LeavingGradient:
     """A gradient, or a part of one, that is copied to its place on the host, or added there."""
 
@@ -208,7 +199,10 @@ class LeavingGradient:
     copy: Copy
     nbytes: int  # Of device memory that is kept until then.
     place: torch.Tensor | None  # Of all of the gradient, (numel,); None: another part follows.
-    addition: _Addition | None = None
+    # Of a part that is added after its copy: its block, its (numel,) there, and those of the sum.
+    block: StagingBlock | None = None
+    staged: torch.Tensor | None = None
+    target: torch.Tensor | None = None
 
 
 class LeavingGradients:
@@ -266,9 +260,10 @@ class LeavingGradients:
             is_last = target.data_ptr() + target.nbytes == place.data_ptr() + place.nbytes
             copy = self._device.copy(source, staged)
             self.num_additions += 1
-            addition = _Addition(block, staged, target)
             after = place if is_last else None
-            self._keep(LeavingGradient(unit, spec, copy, source.nbytes, after, addition))
+            self._keep(
+                LeavingGradient(unit, spec, copy, source.nbytes, after, block, staged, target)
+            )
 
     def _keep(self, gradient: LeavingGradient) -> None:
         """Lets later kernels wait for the copies whose memory is more than may be kept."""
@@ -291,7 +286,7 @@ class LeavingGradients:
     def end_there(self) -> None:
         """Ends the copies that are over, in order. Never waits. Additions are the worker's, if
         there is one."""
-        while self._leaving and not (self._has_worker and self._leaving[0].addition):
+        while self._leaving and not (self._has_worker and self._leaving[0].block):
             if not self._leaving[0].copy.done():
                 return
             self._end_oldest()
@@ -342,16 +337,16 @@ class LeavingGradients:
         oldest = self._leaving.popleft()
         if self._keeping and self._keeping[0] is oldest:
             self._keeping.popleft()
-        addition = oldest.addition
-        if addition is None:
+        if oldest.block is None:
             oldest.copy.wait()
         else:
+            assert oldest.target is not None and oldest.staged is not None
             self.num_additions -= 1
             try:
                 oldest.copy.wait()
-                add_(addition.target, addition.staged)
+                add_(oldest.target, oldest.staged)
             finally:
-                self._staging.give_back(addition.block)
+                self._staging.give_back(oldest.block)
         self._note(oldest)
 
     def clear(self) -> None:

@@ -2,7 +2,7 @@
 
 The norm has the bits of plain PyTorch on the host wherever a gradient rests, and torch's own norm
 on a device has others. So a complete sum is copied to spare host memory, and a thread of
-`NormThreads` waits for the copy and measures what has come. Of an embedding's gradient, which is
+`CompleteSums` waits for the copy and measures what has come. Of an embedding's gradient, which is
 large and often the last one, only the rows that are not all zero leave the device: it has a row for
 every token of the vocabulary, and a batch looks up few of them.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -42,13 +41,6 @@ from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostPool
 
 
-class Reader(Protocol):
-    """An update that reads sums without the engine's lock."""
-
-    def end(self) -> None:
-        """Waits until it is over, and does what follows."""
-
-
 class GradientStore(GradientSink):
     """The gradients of units whose state this process owns. Called under the engine's lock."""
 
@@ -70,9 +62,8 @@ class GradientStore(GradientSink):
         self._device = device
         self._sums = {unit.index: sums_of(unit, store) for unit in store.units}
         self._tensors: defaultdict[TensorSpec, TensorGradient] = defaultdict(TensorGradient)
-        self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
-        self._reader: Reader | None = None
+        self._end_reader: Callable[[], None] | None = None
         self.device_sums = DeviceSums()
         most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
         largest_numel = max(spec.numel for unit in store.units for spec in unit.tensors)
@@ -83,9 +74,7 @@ class GradientStore(GradientSink):
         self.norms = CompleteSums() if norms is None else norms
         self.narrow = NarrowSums(self._tensors, self.leaving, self.norms, is_on=takes_bf16)
         self.narrow_units = self.narrow.units
-        self.in_blocks = SumsInBlocks(
-            store, pool, blocks, counters, self.norms, self._tensors, self._is_in_use
-        )
+        self.in_blocks = SumsInBlocks(store, pool, blocks, counters, self.norms, self._tensors)
         most_nbytes = 2 * STATE_ITEM_NBYTES * max(unit.state_numel for unit in store.units)
         self._resting = RestingNorms(device, pool, self.norms, most_nbytes)
 
@@ -225,11 +214,11 @@ class GradientStore(GradientSink):
         """Starts copying a gradient that is added to its place when it has come. Waits while too
         many are on their way."""
         self._take_in_copies()
-        self._in_use = unit  # Memory for the first blocks may be that of other sums.
+        self.in_blocks.keep(unit)  # Memory for the first blocks may be that of other sums.
         try:
             self.leaving.add(unit, spec, flat, place)
         finally:
-            self._in_use = None
+            self.in_blocks.keep(None)
 
     def _array(self, unit: Unit) -> torch.Tensor:
         """The unit's gradients where the host can add to them: fp32 (state_numel,)."""
@@ -314,18 +303,16 @@ class GradientStore(GradientSink):
         self.in_blocks.reclaim(sums)
         return True
 
-    def lend(self, reader: Reader | None) -> None:
-        """`reader` reads sums without the lock, until `end_readers`."""
-        self._reader = reader
+    def lend(self, end: Callable[[], None] | None) -> None:
+        """An update reads sums without the lock, until `end_readers`. `end` waits until it is over,
+        and does what follows."""
+        self._end_reader = end
 
     def end_readers(self) -> None:
         """Waits until nobody reads a sum without the lock."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.end()
-
-    def _is_in_use(self, unit: Unit) -> bool:
-        return unit is self._in_use
+        end, self._end_reader = self._end_reader, None
+        if end is not None:
+            end()
 
     def prepare_step(self) -> None:
         """Every sum is complete, and stays in its block or is on its way to where it rests."""
@@ -373,7 +360,7 @@ class GradientStore(GradientSink):
         """Gradients that are not where they rest, or not in that form: those that rest on NVMe in
         their host block, fp32 (state_numel,), or narrow ones, bf16; or None."""
         # GIL: over ranks the thread of updates asks without the lock, of units whose block
-        # `_is_in_use` holds, so neither field changes meanwhile.
+        # `SumBlocks.is_read` holds, so neither field changes meanwhile.
         sums = self._sums[unit.index]
         return sums.array if sums.narrow is None else sums.narrow
 

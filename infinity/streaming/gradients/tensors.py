@@ -205,7 +205,8 @@ class CompleteSums:
     ) -> None:
         self.measure, self.is_on_device = measure, is_on_device
         self.counts = counts
-        self._threads: NormThreads | None = None
+        # A part of the threads that updates have; each starts when a task finds none that is idle.
+        self._pool: ThreadPoolExecutor | None = None
 
     def measure_beside(self, begin_thread: Callable[[], None]) -> None:
         """From now on norms are computed beside the thread that trains, until `close`. Each thread
@@ -213,7 +214,8 @@ class CompleteSums:
 
         For a device with memory of its own: the host's cores are free while it computes.
         """
-        self._threads = NormThreads(begin_thread)
+        count = norm_threads(threads_here(torch.get_num_threads()))
+        self._pool = ThreadPoolExecutor(count, THREAD_NAME, _begin_thread, (begin_thread,))
 
     @property
     def takes_bf16(self) -> bool:
@@ -223,20 +225,27 @@ class CompleteSums:
     @property
     def follow_copies(self) -> bool:
         """Whether sums that rest on a device are copied to be measured, see `start`."""
-        return self._threads is not None and not self.is_on_device
+        return self._pool is not None and not self.is_on_device
 
     def start(
         self, spec: TensorSpec, known: TensorGradient, flat: torch.Tensor, *, after: Copy
     ) -> NormTask:
         """Has a sum measured when a copy is over. `flat`: fp32 on the host, as of `norm_of`, the
         copy's target, valid until the task is over."""
-        assert self._threads is not None
 
         def measure(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
             after.wait()
             return self.measure(flat, spec)
 
-        task = self._threads.start(measure, flat, spec)
+        return self._begin(known, measure, flat, spec)
+
+    def _begin(
+        self, known: TensorGradient, measure: Measure, flat: torch.Tensor, spec: TensorSpec
+    ) -> NormTask:
+        """Computes `measure(flat, spec)` beside the caller, with the caller's number of threads."""
+        assert self._pool is not None
+        future = self._pool.submit(_measured, measure, flat, spec, torch.get_num_threads())
+        task = NormTask(future, measure, flat, spec)
         known.begin_measuring(task)
         return task
 
@@ -250,10 +259,10 @@ class CompleteSums:
         """A sum is complete. `flat`: fp32 (numel,), valid until the task of `known` is ended."""
         if known.norm is not None or known.task is not None:
             return
-        if self._threads is None:
+        if self._pool is None:
             known.note_norm(self.measure(flat, spec))
         else:
-            known.begin_measuring(self._threads.start(self.measure, flat, spec))
+            self._begin(known, self.measure, flat, spec)
 
     def note_leaving(
         self, unit: Unit, tensors: Mapping[TensorSpec, TensorGradient], array: torch.Tensor
@@ -274,30 +283,11 @@ class CompleteSums:
             tensors[spec].finish_task()
 
     def close(self, tensors: Iterable[TensorGradient]) -> None:
-        """Ends the tasks of these sums, and the threads. Idempotent."""
+        """Ends the tasks of these sums, and the threads, after the tasks that run. Idempotent."""
         for known in tensors:
             known.end_task()
-        if self._threads is not None:
-            self._threads.close()
-
-
-class NormThreads:
-    """The pool: a part of the threads that updates have. Each thread starts when a task finds none
-    that is idle."""
-
-    def __init__(self, begin: Callable[[], None]) -> None:
-        """`begin` is called first in each thread."""
-        count = norm_threads(threads_here(torch.get_num_threads()))
-        self._pool = ThreadPoolExecutor(count, THREAD_NAME, _begin_thread, (begin,))
-
-    def start(self, measure: Measure, flat: torch.Tensor, spec: TensorSpec) -> NormTask:
-        """Computes `measure(flat, spec)` beside the caller, with the caller's number of threads."""
-        future = self._pool.submit(_measured, measure, flat, spec, torch.get_num_threads())
-        return NormTask(future, measure, flat, spec)
-
-    def close(self) -> None:
-        """Ends the threads, after the tasks that run. Idempotent."""
-        self._pool.shutdown(wait=not hasattr(_here, "is_of_pool"), cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=not hasattr(_here, "is_of_pool"), cancel_futures=True)
 
 
 def _begin_thread(begin: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ from infinity.ops.span import StateSpan
 from infinity.state.moments_8bit import states_within
 from infinity.state.store import Transfer
 from infinity.state.undecided import ByteRange
-from infinity.state.units import Chunk, Slice, StateKind
+from infinity.state.units import Chunk, Slice, StateKind, weight_of
 from infinity.storage.checksums import PageDigests
 from infinity.streaming.updates.device_update import (
     can_update_on_device,
@@ -120,7 +120,7 @@ def update_chunk(
         if staged.chunk.unit.has_full_master:
             for part in slices:
                 master = new.arrays[StateKind.MASTER][_range(staged, part)]
-                _weight_slice(new_weights, part).copy_(master)
+                weight_of(new_weights, part.tensor)[part.start : part.stop].copy_(master)
 
 
 def written_ranges(
@@ -281,11 +281,3 @@ def _forgotten(span: StateSpan, settings: Settings) -> StateSpan:
         else:
             state.zero_()
     return span if span.into is None else replace(span, states=states)
-
-
-def _weight_slice(weights: torch.Tensor, part: Slice) -> torch.Tensor:
-    """Returns the elements of one tensor in the unit's weight bytes, in the tensor's own dtype."""
-    dtype = part.tensor.facts.dtype
-    start = part.tensor.weight_offset_nbytes + part.start * dtype.itemsize
-    stop = part.tensor.weight_offset_nbytes + part.stop * dtype.itemsize
-    return weights[start:stop].view(dtype)

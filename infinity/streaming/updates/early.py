@@ -29,36 +29,27 @@ Note [Nobody sees an early update]
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from infinity.observe import Counters
 from infinity.state.placement import updated_nbytes
-from infinity.state.undecided import UndecidedState, can_be_undecided, has_generations
-from infinity.state.units import Unit
+from infinity.state.undecided import can_be_undecided, has_generations
+from infinity.state.units import Chunk, Unit, chunk_unit
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.policy import EarlyPolicy
-from infinity.streaming.updates.record import StepRecord
-from infinity.streaming.updates.unit_update import UnitUpdate
+from infinity.streaming.updates.record import StepRecord, UpdateSettings
+from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
 
 _WAITS = ("read_wait_s", "write_wait_s")
-
-
-@dataclass(frozen=True, slots=True)
-class Early:
-    """An early update from QUEUED on. `content`: of what it reads, another one after a change."""
-
-    unit: Unit
-    update: UnitUpdate
-    content: object
 
 
 class EarlyUpdates(ABC):
     """Chooses units to update early, and compares their updates with the step's decision. Training
     thread, under the engine's lock.
 
-    What makes the updates is a subclass: `EarlyTurns` on one rank, `EarlyShards` over ranks.
+    A subclass makes the updates, by `chunks`: `UpdateTurns` on one rank, `ShardUpdates` over ranks.
     `units`: by the index that callers use; over ranks this rank's shards. `gradients`: their sums.
     """
 
@@ -66,39 +57,43 @@ class EarlyUpdates(ABC):
         self,
         units: Sequence[Unit],
         gradients: GradientStore,
-        undecided: UndecidedState,
+        chunks: ChunkUpdates,
         counters: Counters,
+        settings: UpdateSettings,
         *,
-        is_beside: bool,
-        is_newest_first: bool,
+        is_over_ranks: bool = False,
     ) -> None:
-        """`is_beside`: the device that computes has memory of its own. `is_newest_first`: see
-        Note [Which first]."""
         self._units = units
         self._gradients = gradients
-        self._undecided = undecided
+        self._chunks = chunks
+        self._ring, self._undecided = chunks.ring, chunks.undecided
         self._counters = counters
-        self.policy = EarlyPolicy(
-            {
-                index: updated_nbytes(unit)
-                for index, unit in enumerate(units)
-                if can_be_undecided(undecided.store, unit, is_beside=is_beside)
-            },
-            is_newest_first=is_newest_first,
+        self._settings = settings
+        store, is_beside = self._undecided.store, settings.is_beside
+        able = {
+            index: updated_nbytes(unit)
+            for index, unit in enumerate(units)
+            if settings.in_backward and can_be_undecided(store, unit, is_beside=is_beside)
+        }
+        # See Note [Which first].
+        self._is_newest_first = is_over_ranks or (
+            is_beside and not any(has_generations(store, units[index]) for index in able)
         )
+        self.policy = EarlyPolicy(able, is_newest_first=self._is_newest_first)
         self._planned: dict[int, None] = {}  # In the order of their gradients.
         self._left: dict[int, UnitUpdate] = {}
-        self._early: dict[int, Early] = {}  # QUEUED, RUNNING or DONE, in this order.
+        self._early: dict[int, UnitUpdate] = {}  # QUEUED, RUNNING or DONE, in this order.
         self._num_undone = 0  # Taken back before the step has decided.
+        self._decided_s = time.monotonic()  # The last decision.
         # The waits at the last decision, and those of the forward since.
         self._waits_before_s = 0.0
         self._forward_wait_s = 0.0
 
     # -- What makes the updates --------------------------------------------------------------------
 
-    @abstractmethod
-    def _take_memory(self, planned: list[int]) -> list[int]:
+    def _prepare(self, planned: list[int]) -> list[int]:
         """Returns the units that can be updated in this backward, which begins."""
+        return planned
 
     @abstractmethod
     def _is_ready(self, unit: Unit) -> bool:
@@ -109,7 +104,7 @@ class EarlyUpdates(ABC):
         """Queues an update. Returns False if no memory is free for what it needs."""
 
     @abstractmethod
-    def _stop(self, taken_back: Mapping[int, Early]) -> None:
+    def _stop(self, taken_back: Sequence[UnitUpdate]) -> None:
         """Ends updates, drops what they have written, and calls `_note_undone`. Whatever it raises,
         none of them goes on."""
 
@@ -122,27 +117,32 @@ class EarlyUpdates(ABC):
         values = self._counters.snapshot()
         return sum(values.get(name, 0.0) for name in _WAITS)
 
+    def _all_chunks(self, unit: Unit) -> list[Chunk]:
+        """Returns the chunks of an update of all of the unit."""
+        return [chunk for chunk in chunk_unit(unit, self._ring.chunk_nbytes) if chunk.slices]
+
     # -- The backward ------------------------------------------------------------------------------
 
     def note_gradient(self, index: int) -> None:
         """A gradient of a parameter of the unit arrived."""
         if self.policy.note_gradient(index):
-            self._forward_wait_s = self._waited_s() - self._waits_before_s
+            if self.policy.adapts:
+                self._forward_wait_s = self._waited_s() - self._waits_before_s
             planned = self.policy.plan()
             if not self._undecided.has_space:
                 store = self._undecided.store
                 planned = [i for i in planned if not has_generations(store, self._units[i])]
-            self._planned = dict.fromkeys(self._take_memory(planned) if planned else ())
+            self._planned = dict.fromkeys(self._prepare(planned) if planned else ())
             while not planned and self._undecided.give_back():
                 pass  # Memory of homes is for nothing in this step.
         self.take_back(index)  # It was not the last.
 
     def note_left(self, index: int) -> bool:
-        """A backward has left the unit. Returns whether `begin` is to follow."""
+        """A backward has left the unit. Returns whether `begin_early` is to follow."""
         is_complete = self.policy.note_left(index)
         return is_complete and index in self._planned and index not in self._early
 
-    def begin(self, index: int, update: UnitUpdate | None) -> None:
+    def begin_early(self, index: int, update: UnitUpdate | None) -> None:
         """The unit is to be updated by the step that is expected, once its sums are complete. None:
         that step has none of its parameters."""
         if update is not None:
@@ -154,9 +154,10 @@ class EarlyUpdates(ABC):
             # The one before it may have needed memory.
             if index not in self._left or not self._is_ready(self._units[index]):
                 continue
-            update, content = self._left.pop(index), self._content(self._units[index])
+            update = self._left.pop(index)
+            update.content = self._content(update.unit)
             if self._start(index, update):  # Else the step makes it.
-                self._early[index] = Early(self._units[index], update, content)
+                self._early[index] = update
 
     # -- The decision ------------------------------------------------------------------------------
 
@@ -165,12 +166,13 @@ class EarlyUpdates(ABC):
         others = [i for i, early in self._early.items() if not self._is_as_expected(early, record)]
         self._take_back(others)
 
-    def end_step(self, record: StepRecord, kept: Iterable[int], step_s: float) -> None:
-        """The step has decided, `step_s` after the one before, and keeps early updates of these
-        units."""
-        kept = set(kept)
-        self._counters.add("early_updates_kept", len(kept))
-        done = {index for index in kept if self._early[index].update.is_done}
+    def end_step(self, record: StepRecord, kept: Iterable[int]) -> None:
+        """The step has decided, and keeps early updates of these units."""
+        now_s, kept = time.monotonic(), set(kept)
+        step_s, self._decided_s = now_s - self._decided_s, now_s
+        if self._settings.in_backward:
+            self._counters.add("early_updates_kept", len(kept))
+        done = {index for index in kept if self._early[index].is_done}
         self.policy.end_step(
             num_undone=self._num_undone,
             is_clipped=bool(record.factors),
@@ -179,14 +181,14 @@ class EarlyUpdates(ABC):
         )
         self._forget()
         self._num_undone = 0
-        self._waits_before_s = self._waited_s()
+        if self.policy.adapts:
+            self._waits_before_s = self._waited_s()
 
-    def _is_as_expected(self, early: Early, record: StepRecord) -> bool:
+    def _is_as_expected(self, early: UnitUpdate, record: StepRecord) -> bool:
         trainable = early.unit.trainable()
         decided = {spec: record.settings[spec] for spec in trainable if spec in record.settings}
-        expected = early.update.record.settings
         # A factor changes the stamp of its gradient.
-        return decided == expected and self._content(early.unit) == early.content
+        return decided == early.record.settings and self._content(early.unit) == early.content
 
     def take_back(self, index: int) -> None:
         """Takes back the unit's early update, if there is one: its state is that of the last step.
@@ -201,9 +203,18 @@ class EarlyUpdates(ABC):
         self._forget()
 
     def _take_back(self, indexes: Iterable[int]) -> None:
-        taken_back = {index: self._early.pop(index) for index in indexes}
+        taken_back = [self._early.pop(index) for index in indexes]
         if taken_back:
             self._stop(taken_back)
+
+    def _release_last(self) -> bool:
+        """Takes back the last early update that has memory on the host. Returns whether some is
+        free now."""
+        for index, early in reversed(self._early.items()):
+            if self._undecided.has_memory(early.unit):
+                self._take_back([index])
+                break
+        return self._undecided.give_back()
 
     def _note_undone(self, count: int) -> None:
         """So many updates had begun that are taken back."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from infinity.ops.exact import join, split
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
@@ -25,15 +26,18 @@ _SPLIT_NUMEL = 1 << 22
 class MasterWeights(Protocol):
     """Reads and writes masters of the model's tensors.
 
-    Local: `Masters`, which describes the arguments. Over ranks:
-    `distributed.step.DistributedMasters`. Called under the engine's lock.
+    Local: `Masters`. Over ranks: `distributed.step.DistributedMasters`. Called under the engine's
+    lock. `narrow`: the tensor's weight on the host, flat, in memory order and in its own dtype.
     """
 
     def has(self, unit: Unit, spec: TensorSpec) -> bool:
-        """Whether the tensor has a master beside its weight."""
+        """Whether the update starts from more than the weight.
+
+        With fp32 masters it starts from them for every tensor of the unit, fp32 tensors included.
+        """
 
     def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of the fp32 value: flat, on the host. `narrow`: the weight."""
+        """Returns a copy of the fp32 value: flat, on the host."""
 
     def write(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, value: torch.Tensor
@@ -50,34 +54,27 @@ class MasterWeights(Protocol):
 
 
 class Masters(MasterWeights):
-    """Masters of tensors whose state this process owns. Called under the engine's lock.
-
-    `narrow` is always the tensor's weight on the host, flat, in memory order and in its own dtype.
-    """
+    """Masters of tensors whose state this process owns."""
 
     def __init__(self, store: StateStore, pool: HostPool) -> None:
         self._store = store
         self._pool = pool
 
-    @staticmethod
-    def has(unit: Unit, spec: TensorSpec) -> bool:
-        """Whether the update starts from more than the weight.
-
-        With fp32 masters it starts from them for every tensor of the unit, fp32 tensors included.
-        """
+    @override
+    def has(self, unit: Unit, spec: TensorSpec) -> bool:
         if unit.master_dtype is None or spec.state_offset < 0:
             return False
         return unit.has_full_master or spec.facts.dtype is not torch.float32
 
+    @override
     def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
-        """A copy of the fp32 value: flat, on the host."""
         with self._lent(unit, spec, keep=False) as flat:
             return join(narrow, flat) if unit.has_residual else flat.clone()
 
+    @override
     def write(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Makes a flat host tensor of any float dtype the value; `narrow` becomes its rounding."""
         with self._lent(unit, spec, keep=True) as flat:
             for start in range(0, spec.numel, _SPLIT_NUMEL):
                 part = slice(start, start + _SPLIT_NUMEL)
@@ -87,14 +84,10 @@ class Masters(MasterWeights):
                 else:
                     narrow[part] = flat[part] = wide
 
+    @override
     def follow(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, before: torch.Tensor | None
     ) -> None:
-        """Takes over a weight that was changed; the value of an element that was not stays.
-
-        `before` is the weight as it was, where it is known: of a split master every element counts
-        as changed without it.
-        """
         with self._lent(unit, spec, keep=True) as flat:
             if not unit.has_residual:
                 unchanged = flat.to(narrow.dtype) == narrow

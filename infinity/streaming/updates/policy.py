@@ -11,7 +11,7 @@ Note [Share of the backward]
   the early units grows while the forward waits for drives and the backward gets to all of them,
   and shrinks by those that the backward does not get to.
 
-  Where a thread updates the newest unit first (`PendingShards`), what the backward does not get to
+  Where a thread updates the newest unit first (`ShardUpdates`), what the backward does not get to
   is what the forward needs last, and every unit is chosen.
 """
 
@@ -44,8 +44,8 @@ class EarlyPolicy:
 
     def __init__(self, nbytes: Mapping[int, int], *, is_newest_first: bool = False) -> None:
         self._nbytes = nbytes
-        self._adapts = not is_newest_first
-        self.share = _FIRST_SHARE if self._adapts else 1.0
+        self.adapts = not is_newest_first
+        self.share = _FIRST_SHARE if self.adapts else 1.0
         # Of the last step: the gradients of each unit, and the units in the order in which a
         # backward completed them.
         self._expected: Counter[int] = Counter()
@@ -107,7 +107,7 @@ class EarlyPolicy:
             self._num_quiet_steps += 1
             if was_on:
                 self._num_wanted_steps = max(0, self._num_wanted_steps - 1)
-        if self._adapts and was_on and not num_undone:
+        if self.adapts and was_on and not num_undone:
             self._adapt(missed, wait_share)
 
     def _adapt(self, missed: Sequence[int], wait_share: float) -> None:

@@ -41,6 +41,11 @@ class UpdateSettings:
     is_beside: bool = False
     rides_along: bool = False
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether updates read and write state while passes run."""
+        return self.rides_along and self.reads_ahead
+
 
 class UpdatedWeights(Protocol):
     """Weights, as an update sees them: a `WeightCache`, or the shards of one."""
@@ -69,8 +74,8 @@ class UpdatedWeights(Protocol):
 class StepRunner(Protocol):
     """Runs optimizer steps over the model's units.
 
-    Local: `Updater`, which says what the methods do. Over ranks:
-    `distributed.step.DistributedUpdater`. Called under the engine's lock.
+    Local: `Updater`. Over ranks: `distributed.step.DistributedUpdater`. Called under the engine's
+    lock.
     """
 
     chunk_nbytes: int  # The fp32 bytes of a unit that are updated at a time.
@@ -90,16 +95,19 @@ class StepRunner(Protocol):
         """
 
     def defer(self, record: StepRecord) -> None:
-        """Marks every unit of the record as pending. No state moves yet, and nothing is pending:
-        see `apply_pending`."""
+        """Makes every unit with a parameter in the record pending, but for those that were updated
+        in the backward. Nothing is pending before. Waits for no state."""
 
     def is_pending(self, unit: int) -> bool:
         """Whether the unit waits for its update."""
 
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
-        """Applies the unit's pending update, if it has one. The unit is not in use.
+        """Applies the unit's pending update, if it has one. Nobody may hold the unit. An early
+        update, which no step has decided, is taken back.
 
-        is_needed: the weights are used at once, and written after that use
+        Its new moments are on their way to where they rest, and so are its weights, unless
+        `is_needed` says that they will be used at once and written when nobody holds them. After a
+        failed read the unit is as it was and still pending.
         """
 
     def note_gradient(self, unit: int) -> None:
@@ -125,8 +133,9 @@ class StepRunner(Protocol):
         """Applies everything pending."""
 
     def settle(self) -> None:
-        """Applies everything pending, and waits until all state is where it rests. Updates that no
-        step has decided are undone."""
+        """Applies everything pending, and waits until every moment and master is where it rests.
+        Early updates are taken back; nothing is updated or read early any more before the next
+        step. Spare memory is free."""
 
     def finish_writes(self) -> None:
         """Waits until the updated state is where it rests."""

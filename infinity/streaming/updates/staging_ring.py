@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import torch
@@ -23,16 +23,20 @@ import torch
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.placement import STATE_KINDS, staging_nbytes
-from infinity.state.store import DeviceLocation, StateStore, Transfer
+from infinity.state.store import DeviceLocation, LocalStore, StateStore, Transfer
+from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
-from infinity.storage.generations import UndecidedContent
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.chunk_update import StagedChunk, StagingSlot
+from infinity.streaming.updates.record import UpdateSettings
 from infinity.tiers.host import Block, HostPool
 from infinity.tiers.spare import Giver
 
 _RING_LABEL = "chunks of the optimizer"
+# Chunks that are one where no state travels: nobody waits for its bytes, and a chunk costs a turn
+# under the lock and a wake of all threads.
+CHUNKS_AT_REST = 4
 # Slots that are looked at for one whose transfers are over: writes end in about their order.
 _MOST_LOOKED_AT = 16
 # The storage engine takes 1024 unfinished requests of a priority; a chunk has up to four.
@@ -40,16 +44,14 @@ _MOST_SPARE_SLOTS = 192
 
 
 class StagingRing:
-    """Reads and writes chunks of state through `num_slots` staging slots. Owns the host block of
-    the slots. Called under the engine's lock.
+    """Reads and writes chunks of state through `settings.num_staging_slots` staging slots. Owns the
+    host block of the slots. Called under the engine's lock, or by the thread that updates shards.
 
-    A slot has space for a chunk of `chunk_nbytes` of fp32 in every state kind that travels.
-    `gradients`: those in memory in another place or form than at rest are not read.
-    `grows`: whether there are spare slots.
-    `is_for_device`: the device updates, so state that rests on it does not travel. `reads_again`: a
-    read that has failed before anybody needed it is made again. `has_fixed_arrays`: state at rest
-    stays at its address until `forget_arrays`. `travels`: whether any state does. `undecided`: what
-    the writes of units go to that no step has decided, by unit.
+    A slot has space for a chunk of `settings.chunk_nbytes` of fp32 in every state kind that
+    travels. State that rests on a device that updates does not. `gradients`: those in memory in
+    another place or form than at rest are not read. `undecided`: what the writes of units go to
+    that no step has decided. `is_of_thread`: a thread updates shards. A read that has failed before
+    the thread needed it is made again, and nobody tells it that state at rest has moved.
     """
 
     def __init__(
@@ -58,21 +60,18 @@ class StagingRing:
         pool: HostPool,
         counters: Counters,
         gradients: GradientStore,
+        settings: UpdateSettings,
+        undecided: UndecidedState,
         *,
-        chunk_nbytes: int,
-        num_slots: int,
-        grows: bool = False,
-        is_for_device: bool = False,
-        has_fixed_arrays: bool = False,
-        reads_again: bool = False,
-        undecided: Mapping[int, UndecidedContent] | None = None,
+        is_of_thread: bool = False,
     ) -> None:
         self._store = store
         # The resting bytes themselves, if the one that updates can address them.
+        is_for_device = settings.on_device is not None
         self._resting = self._resting_for_device if is_for_device else store.host_view
         self._pool = pool
         self._counters = counters
-        self._num_slots = num_slots
+        self._settings = settings
         travelling = [
             kind
             for kind in STATE_KINDS
@@ -82,27 +81,39 @@ class StagingRing:
             )
         ]
         # The state kinds that travel, and the bytes that a staging slot has for each.
-        self._travelling = staging_nbytes(store.units, travelling, chunk_nbytes)
-        self.travels = bool(self._travelling)
+        self._travelling = staging_nbytes(store.units, travelling, settings.chunk_nbytes)
         self._slot_nbytes = sum(self._travelling.values())
-        self._grows = grows
         self._gradients = gradients
-        self._has_fixed_arrays = has_fixed_arrays
-        self._reads_again = reads_again
-        self._undecided = {} if undecided is None else undecided
+        self._undecided = undecided.contents
+        self._is_of_thread = is_of_thread
         self._num_spare = 0
         self._block: Block | None = None
         self._slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
         self._started: dict[tuple[int, int], StagedChunk] = {}  # By unit and start; oldest first.
-        # Where no state travels: chunks with all their arrays, by unit, until `forget_arrays`.
+        # Where no state travels on one rank: chunks with all their arrays, by unit, until
+        # `forget_arrays`.
         self._at_rest: defaultdict[int, dict[tuple[int, bool], StagedChunk]] = defaultdict(dict)
-        pool.spare.ring_to_come_nbytes += self._block_nbytes(num_slots)
-        if grows:
+        pool.spare.ring_to_come_nbytes += self._all_nbytes
+        if settings.rides_along:
             pool.add_giver(Giver.FREE_SLOTS, lambda _: self.give_back_spare())
             pool.add_giver(Giver.WRITTEN_SLOTS, lambda _: self.give_back_spare(waits=True))
             pool.add_giver(Giver.SLOTS_READ_AHEAD, lambda _: self.give_back_spare(drops=True))
 
+    @property
+    def travels(self) -> bool:
+        """Whether any state does."""
+        return bool(self._travelling)
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """The fp32 bytes of a chunk."""
+        return self._settings.chunk_nbytes * (1 if self.travels else CHUNKS_AT_REST)
+
     # -- The block -------------------------------------------------------------------------------
+
+    @property
+    def _all_nbytes(self) -> int:
+        return self._settings.num_staging_slots * self._slot_nbytes
 
     @property
     def is_taken(self) -> bool:
@@ -113,15 +124,14 @@ class StagingRing:
         """Takes the block if it is not there. With `or_none`, only if memory is free."""
         if self.is_taken:
             return True
-        count = self._num_slots
         if or_none:
-            self._block = self._pool.try_allocate(self._block_nbytes(count), _RING_LABEL)
+            self._block = self._pool.try_allocate(self._all_nbytes, _RING_LABEL)
         else:
-            count, self._block = self._require(count)
+            self._block = self._require(self._settings.num_staging_slots)
         if self._block is None:
             return False
-        self._pool.spare.ring_to_come_nbytes -= self._block_nbytes(self._num_slots)
-        for index in range(count):
+        self._pool.spare.ring_to_come_nbytes -= self._all_nbytes
+        for index in range(self._block.nbytes // self._slot_nbytes):
             self._slots.append(StagingSlot(self._parts(self._block, index * self._slot_nbytes)))
         return True
 
@@ -132,19 +142,16 @@ class StagingRing:
             offset_nbytes += nbytes
         return parts
 
-    def _require(self, count: int) -> tuple[int, Block]:
+    def _require(self, count: int) -> Block:
         """The block of `count` staging slots, or of fewer: weights in use may lie where no range of
         free memory takes all of them."""
         while True:
             try:
-                return count, self._pool.require(self._block_nbytes(count), _RING_LABEL)
+                return self._pool.require(count * self._slot_nbytes, _RING_LABEL)
             except CapacityError:
                 if count == 1:
                     raise
                 count -= 1
-
-    def _block_nbytes(self, count: int) -> int:
-        return count * self._slot_nbytes
 
     def give_up(self) -> bool:
         """Gives the block and the spare slots back, with what was read ahead. Returns whether there
@@ -161,14 +168,16 @@ class StagingRing:
             self._slots.clear()
             block, self._block = self._block, None
             self._pool.free(block)
-            self._pool.spare.ring_to_come_nbytes += self._block_nbytes(self._num_slots)
+            self._pool.spare.ring_to_come_nbytes += self._all_nbytes
         return True
 
     # -- Spare slots -------------------------------------------------------------------------------
 
     def _grow(self, *, is_for_later: bool = False) -> bool:
         """Takes a spare slot, which is free, if there is memory for one."""
-        if not self._grows or self._block is None or self._num_spare == _MOST_SPARE_SLOTS:
+        if not self._settings.rides_along or self._block is None:
+            return False
+        if self._num_spare == _MOST_SPARE_SLOTS:
             return False
         if self._left_nbytes(is_for_later) < self._slot_nbytes:
             return False
@@ -239,7 +248,8 @@ class StagingRing:
         except BaseException:
             self.give_back(staged)
             raise
-        if self._has_fixed_arrays and not self.travels:
+        is_fixed = isinstance(self._store, LocalStore) and not self._is_of_thread
+        if is_fixed and not self.travels:
             self._at_rest[index][key] = staged
         return staged
 
@@ -272,7 +282,7 @@ class StagingRing:
                 staged = self._start(chunk)
                 self._started[_key(chunk)] = staged
                 count += 1
-                staged.is_ahead = self._reads_again and not with_gradients
+                staged.is_ahead = self._is_of_thread and not with_gradients
                 if with_gradients:
                     self._read_gradients(staged)
         return count

@@ -21,10 +21,6 @@ from infinity.streaming.updates.staging_ring import StagingRing
 from infinity.streaming.updates.worker import LooseWork
 from infinity.tiers.device import DeviceAdapter
 
-# Chunks that are one where no state travels: nobody waits for its bytes, and a chunk costs a turn
-# under the lock and a wake of all threads.
-CHUNKS_AT_REST = 4
-
 
 @dataclass(eq=False, slots=True)
 class UnitUpdate:
@@ -37,6 +33,8 @@ class UnitUpdate:
     num_done: int = 0
     weights: torch.Tensor | None = None  # While they are checked out: uint8 (weight_nbytes,).
     is_begun: bool = False  # Some state may have changed.
+    # Of an early update: stands for the content that it reads, another one after a change.
+    content: object = None
 
     @property
     def is_done(self) -> bool:
@@ -76,8 +74,8 @@ class ChunkUpdates:
     """Updates the next chunk of a unit, through the staging ring. Under the engine's lock.
 
     `on_device`: the device that computes updates; None: the host does. `undecided` has the updates
-    whose new bytes go beside the old; None: there are none. `digests`: returns what takes checksums
-    of a unit's weights that are checked out, and written once; None: nothing does.
+    whose new bytes go beside the old. `digests`: returns what takes checksums of a unit's weights
+    that are checked out, and written once; None: nothing does.
     """
 
     def __init__(
@@ -86,12 +84,11 @@ class ChunkUpdates:
         weight_cache: UpdatedWeights,
         counters: Counters,
         on_device: DeviceAdapter | None,
-        undecided: UndecidedState | None,
+        undecided: UndecidedState,
         digests: Callable[[int], PageDigests | None] | None = None,
     ) -> None:
         self._digests = digests
-        self._undecided = undecided
-        self._ring = ring
+        self.ring, self.undecided = ring, undecided
         self._weight_cache = weight_cache
         self._counters = counters
         self._on_device = on_device
@@ -103,7 +100,7 @@ class ChunkUpdates:
         start_ns = time.monotonic_ns()
         try:
             # Weights are made of a full master where it rests.
-            is_master_elsewhere = update.unit.has_full_master and not self._ring.is_on_device(
+            is_master_elsewhere = update.unit.has_full_master and not self.ring.is_on_device(
                 update.unit, StateKind.MASTER
             )
             update.weights = self._weight_cache.check_out(
@@ -137,15 +134,15 @@ class ChunkUpdates:
         """Updates the next chunk, and waits for its state. The weights are checked out.
         `following`: chunks of other units, which are read next."""
         left = update.left
-        staged = self._ring.due(left[0])
+        staged = self.ring.due(left[0])
         try:
-            self._ring.start_more(left[1:])
+            self.ring.start_more(left[1:])
             with contextlib.suppress(StorageError):  # Nobody needs these bytes yet.
-                self._ring.start_more(following)
-            self._ring.await_reads(staged)
+                self.ring.start_more(following)
+            self.ring.await_reads(staged)
             self._update(update, staged)
         finally:
-            self._ring.give_back(staged)
+            self.ring.give_back(staged)
 
     def try_next(
         self,
@@ -156,39 +153,39 @@ class ChunkUpdates:
         it. Returns the update of the chunk, which needs no lock, and its end, which calls `then`
         with what the update has raised; None if the state is not there."""
         chunk = update.left[0]
-        if self._ring.travels:
-            staged = self._ring.started(chunk)
-            if staged is None or not self._ring.is_there(staged):
+        if self.ring.travels:
+            staged = self.ring.started(chunk)
+            if staged is None or not self.ring.is_there(staged):
                 return None
-            self._ring.bring_gradients(staged)
-            if not self._ring.is_there(staged):
+            self.ring.bring_gradients(staged)
+            if not self.ring.is_there(staged):
                 return None
-            self._ring.take_started(chunk)
+            self.ring.take_started(chunk)
         else:
-            staged = self._ring.due(chunk)
+            staged = self.ring.due(chunk)
         try:
             self.check_out(update)
-            self._ring.await_reads(staged)  # Over, but they may have failed.
+            self.ring.await_reads(staged)  # Over, but they may have failed.
             compute = self._begin(update, staged)
         except BaseException:
-            self._ring.give_back(staged)
+            self.ring.give_back(staged)
             raise
 
         def end(error: BaseException | None) -> None:
             try:
                 if error is None:
-                    self._ring.write_back(staged)
+                    self.ring.write_back(staged)
                     update.num_done += 1
             except BaseException as failure:
                 error = failure
-            self._ring.give_back(staged)
+            self.ring.give_back(staged)
             then(error)
 
         return LooseWork(compute, end)
 
     def _update(self, update: UnitUpdate, staged: StagedChunk) -> None:
         self._begin(update, staged)()
-        self._ring.write_back(staged)
+        self.ring.write_back(staged)
         update.num_done += 1
 
     def _begin(self, update: UnitUpdate, staged: StagedChunk) -> Callable[[], None]:
@@ -199,9 +196,8 @@ class ChunkUpdates:
         update.num_begun += 1
         of_weights = None if self._digests is None else self._digests(update.unit.index)
         if staged.slot is not None and self._on_device is None:
-            self._ring.take_digests(staged, staged.slot)
-
-        into = {} if self._undecided is None else self._undecided.into(update.unit)
+            self.ring.take_digests(staged, staged.slot)
+        into = self.undecided.into(update.unit)
 
         def compute() -> None:
             if into:
@@ -217,7 +213,6 @@ class ChunkUpdates:
 
     def _fill(self, update: UnitUpdate, weights: torch.Tensor) -> None:
         """Copies what the update leaves as it is to where its new bytes go, once."""
-        assert self._undecided is not None
-        if not self._undecided.is_filled(update.unit):
+        if not self.undecided.is_filled(update.unit):
             written = partial(written_ranges, update.chunks, update.record)
-            self._undecided.fill(update.unit, written, weights)
+            self.undecided.fill(update.unit, written, weights)

@@ -23,9 +23,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
+
+from infinity.state.store import Transfer
 
 MOST_CHECKED_OUT = 2  # Units whose weights are checked out for the worker at once.
 _POLL_S = 0.05
@@ -66,14 +67,7 @@ class LooseWork:
             end(self._error)
 
 
-class Waitable(Protocol):
-    """A transfer of a drive, or a copy of a device."""
-
-    def wait(self) -> object:
-        """Blocks until it is over, and raises its error."""
-
-
-Turn = Callable[[], Sequence[Waitable] | LooseWork | None]
+Turn = Callable[[], Sequence[Transfer] | LooseWork | None]
 
 
 class UpdateWorker:
