@@ -15,7 +15,7 @@ using namespace infinity::update;
 
 namespace {
 
-constexpr float kAdamW[] = {0.9999F, 0.1F, 0.999F, 0.001F, 0.05F, 1e-8F, 0.01F};
+constexpr float kAdamW[] = {0.0F, 0.9999F, 0.1F, 0.999F, 0.001F, 0.05F, 1e-8F, 0.01F};
 
 // Pseudo-random numbers of all magnitudes, the same in every run; heap arrays of exactly `numel`
 // elements, so that a sanitizer sees one element too many.
@@ -78,7 +78,7 @@ struct State {
 std::uint64_t update_span(const Span& span, const InstructionSet& set, WeightFormat weight_format,
                           GradientFormat gradient_format, std::size_t num_threads) {
   Job job;
-  job.rule = find_rule(set, "adamw");
+  job.rule = find_rule(set, "adam");
   job.coefficients = kAdamW;
   job.weight_format = weight_format;
   job.gradient_format = gradient_format;
@@ -220,7 +220,7 @@ TEST(EveryByteThatChangesIsToldOnceWhenItIsWritten) {
       std::atomic<std::size_t> told_nbytes{0};
       std::atomic<bool> is_new{true};
       Job job;
-      job.rule = find_rule(*find_instruction_set(""), "adamw");
+      job.rule = find_rule(*find_instruction_set(""), "adam");
       job.coefficients = kAdamW;
       job.weight_format = weight_format;
       job.gradient_scale = 0.5F;
@@ -446,7 +446,7 @@ void update_8bit(State& state, State8Bit& moments, const InstructionSet& set,
   const Arrays from = arrays_8bit(state, moments);
   const Span span{from, to == nullptr ? from : *to, state.gradient.data(), state.weight.size()};
   Job job;
-  job.rule = find_rule(set, "adamw");
+  job.rule = find_rule(set, "adam");
   job.coefficients = kAdamW;
   job.weight_format = WeightFormat::kSplit;
   job.state_format = StateFormat::k8Bit;

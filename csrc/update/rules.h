@@ -4,7 +4,6 @@
 #include "kernels.h"
 #include "norm.h"
 #include "rules/adam.h"
-#include "rules/adamw.h"
 #include "rules/lion.h"
 #include "rules/sgd.h"
 #include "rules/stream.h"
@@ -39,7 +38,7 @@ struct RuleList {
 };
 
 template <class V, class L>
-using AllRules = RuleList<V, L, AdamW, Adam, PlainSgd, MomentumSgd, Lion, Stream>;
+using AllRules = RuleList<V, L, Adam, PlainSgd, MomentumSgd, Lion, Stream>;
 
 }  // namespace
 }  // namespace infinity::update

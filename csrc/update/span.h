@@ -9,7 +9,7 @@ namespace infinity::update {
 inline constexpr std::size_t kMaxStates = 2;
 
 // Elements in one vector of the reference arithmetic. The last `numel % kReferenceLanes` elements
-// of a span are its tail, where torch's kernels round one sum in another order (see rules/adamw.h).
+// of a span are its tail, where torch's kernels round one sum in another order (see rules/adam.h).
 inline constexpr std::size_t kReferenceLanes = 8;
 
 // Elements that share a scale in 8-bit states: docs/formats/moments_8bit.md.

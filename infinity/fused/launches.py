@@ -46,8 +46,6 @@ def update_span_(
         return
     unused = weight if residual is None else residual
     first, second = (*states, *[gradient] * (2 - len(states)))
-    if rule == "adamw":  # What Adam adds of the weight to its gradient.
-        coefficients = (0.0, *coefficients)
     numbers = [*coefficients, *[0.0] * (_NUM_COEFFICIENTS - len(coefficients))]
     arrays = [
         array.view(torch.int16) if array.dtype is torch.bfloat16 else array

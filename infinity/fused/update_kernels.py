@@ -25,9 +25,8 @@ def _decayed(weight, gradient, weight_decay):
 def _stepped(
     weight, gradient, state0, state1, is_tail, c0, c1, c2, c3, c4, c5, c6, c7, rule: tl.constexpr
 ):
-    """The new weight and states. Coefficients are those of `Settings.coefficients`, in order;
-    of AdamW behind the weight decay of Adam, which is 0."""
-    if rule == "adam" or rule == "adamw":
+    """The new weight and states. Coefficients are those of `Settings.coefficients`, in order."""
+    if rule == "adam":
         weight_decay, decay, lerp, beta2, square_weight = c0, c1, c2, c3, c4
         correction2_sqrt, eps, step_size = c5, c6, c7
         gradient = _decayed(weight, gradient, weight_decay)

@@ -71,16 +71,14 @@ class AdamSettings(Settings):
     state_names = MOMENTS
     is_decoupled: ClassVar[bool] = False
 
-    @property
-    def _decays(self) -> tuple[float, ...]:
-        """What is added of a weight to its gradient, and what weights are multiplied by."""
-        return self.weight_decay, 1.0
-
     def coefficients(self) -> tuple[float, ...]:
-        """(decays, 1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2^step), eps,
-        lr / (1 - beta1^step))."""
+        """(weight decay, what weights are multiplied by, 1 - beta1, beta2, 1 - beta2,
+        sqrt(1 - beta2^step), eps, lr / (1 - beta1^step))."""
+        decays = self.weight_decay, 1.0
+        if self.is_decoupled:
+            decays = 0.0, one_minus_product(float(self.lr), self.weight_decay)
         return (
-            *self._decays,
+            *decays,
             1 - self.beta1,
             self.beta2,
             1 - self.beta2,
@@ -98,10 +96,9 @@ class AdamSettings(Settings):
         is_tail: bool,
     ) -> tuple[torch.Tensor, ...]:
         """See `Settings.reference`."""
-        *decays, lerp_weight, beta2, square_weight, correction2_sqrt, eps, step_size = map(
-            to_fp32, self.coefficients()
+        weight_decay, decay, lerp_weight, beta2, square_weight, correction2_sqrt, eps, step_size = (
+            map(to_fp32, self.coefficients())
         )
-        weight_decay, decay = (0.0, *decays)[-2:]
         exp_avg, exp_avg_sq = states
         gradient = _decayed(weight, gradient, weight_decay)
         change = gradient - exp_avg
@@ -129,12 +126,7 @@ class AdamWSettings(AdamSettings):
     Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
     """
 
-    rule = "adamw"
     is_decoupled: ClassVar[bool] = True
-
-    @property
-    def _decays(self) -> tuple[float, ...]:
-        return (one_minus_product(float(self.lr), self.weight_decay),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

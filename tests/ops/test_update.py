@@ -348,5 +348,5 @@ def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch: pytest.Monk
 
 def test_a_wrong_number_of_coefficients_is_refused() -> None:
     span = make_span(8, 1, ADAMW)
-    with pytest.raises(ValueError, match="adamw takes 7 coefficients, got 1"):
-        apply_rule("adamw", [span], [1.0], grad_scale=1.0, threads=1)
+    with pytest.raises(ValueError, match="adam takes 8 coefficients, got 1"):
+        apply_rule("adam", [span], [1.0], grad_scale=1.0, threads=1)
