@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,7 @@ namespace {
 
 using decode::FloatFormat;
 using decode::Job;
+using decode::Packing;
 using decode::ScaleFormat;
 
 // (address, format, strides of matrices, rows and columns in elements)
@@ -78,67 +80,58 @@ void run(const Job& job, std::size_t num_threads, const std::string& simd) {
   decode::run(job, num_threads, simd);
 }
 
-void fp8(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_name,
-         const Shape& shape, const OutTuple& out, const std::array<std::size_t, 2>& block,
-         std::size_t num_threads, const std::string& simd) {
-  Job job = make_job(codes, scales, scale_name, shape, out);
-  if (block[0] == 0 || block[1] == 0) throw py::value_error("a block has no elements");
-  job.code_format = decode::CodeFormat::kFp8;
-  job.block_rows = block[0];
-  job.block_columns = block[1];
-  run(job, num_threads, simd);
-}
-
-void four_bits(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_name,
-               const Shape& shape, const OutTuple& out, std::size_t group,
-               const std::array<float, 16>& values, bool is_high_first,
-               const std::string& product_format, std::uintptr_t global_scales, bool is_divided,
-               std::uintptr_t zeros,
-               std::size_t num_threads, const std::string& simd) {
-  Job job = make_job(codes, scales, scale_name, shape, out);
-  if (group == 0) throw py::value_error("a group has no elements");
-  job.code_format = decode::CodeFormat::kFourBits;
-  job.group = group;
-  job.global_scales = pointer_to<const std::uint8_t*>(global_scales);
-  job.is_divided = is_divided;
-  if (zeros != 0) {
-    job.zeros = {pointer_to<const std::uint8_t*>(zeros), decode::Packing::kColumns, 4,
-                 shape[2] / group, 0};
-  }
-  job.is_high_first = is_high_first;
-  std::copy(values.begin(), values.end(), job.values);
-  job.product_format = float_format(product_format);
-  run(job, num_threads, simd);
-}
-
-decode::Packing packing_of(const std::string& name) {
-  if (name == "ROWS") return decode::Packing::kRows;
-  if (name == "COLUMNS") return decode::Packing::kColumns;
-  if (name == "AWQ") return decode::Packing::kAwq;
-  if (name == "BYTES") return decode::Packing::kBytes;
+Packing packing_of(const std::string& name) {
+  if (name == "ROWS") return Packing::kRows;
+  if (name == "COLUMNS") return Packing::kColumns;
+  if (name == "AWQ") return Packing::kAwq;
+  if (name == "BYTES") return Packing::kBytes;
+  if (name == "PAIRS") return Packing::kPairs;
   throw py::value_error("there is no packing " + name);
+}
+
+// Whether codes are two to a byte, with one scale for each run of them in the order of memory.
+bool has_runs(const Job& job) {
+  if (job.packed.packing == Packing::kPairs) return true;
+  return job.packed.packing == Packing::kRows && job.packed.bits == 4 && job.order == nullptr &&
+         job.block_rows == 1 && job.num_columns % 8 == 0 && job.num_columns % job.group == 0;
 }
 
 // (address, or 0 for none; packing; what is added to words)
 using ZerosTuple = std::tuple<std::uintptr_t, std::string, std::uint32_t>;
+// (address, or 0 for none; of an order whether it is that of rows, of scales whether they divide)
+using PartTuple = std::pair<std::uintptr_t, bool>;
 
-void affine(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_name,
-            const Shape& shape, const OutTuple& out, unsigned bits, std::size_t group,
-            bool are_groups_down, const std::string& packing, const ZerosTuple& zeros,
-            std::uintptr_t order, std::size_t num_threads, const std::string& simd) {
+// The facts of infinity/fused/decode.py: CodeLayout. `values`: of 16 codes, or none.
+void codes(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_name,
+           const Shape& shape, const OutTuple& out, bool is_float, unsigned bits,
+           const std::string& packing, const std::array<std::size_t, 2>& block,
+           const std::vector<float>& values, const std::string& product, const ZerosTuple& zeros,
+           const PartTuple& order, const PartTuple& global_scales, std::size_t num_threads,
+           const std::string& simd) {
   Job job = make_job(codes, scales, scale_name, shape, out);
-  if (group == 0) throw py::value_error("a group has no elements");
+  if (block[0] == 0 || block[1] == 0) throw py::value_error("a block has no elements");
   if (bits == 0 || bits > 8) throw py::value_error("codes have 1 to 8 bits");
-  job.code_format = decode::CodeFormat::kAffine;
-  job.product_format = float_format(scale_name);
-  job.group = group;
-  job.are_groups_down = are_groups_down;
-  job.num_groups = ((are_groups_down ? shape[1] : shape[2]) + group - 1) / group;
+  job.block_rows = block[0];
+  job.block_columns = block[1];
+  job.are_groups_down = block[0] > 1 || (order.first != 0 && order.second);
+  job.group = block[job.are_groups_down ? 0 : 1];
+  job.num_groups = ((job.are_groups_down ? shape[1] : shape[2]) + job.group - 1) / job.group;
   job.packed = {job.codes, packing_of(packing), bits, shape[2], 0};
   const auto& [address, zeros_packing, raised] = zeros;
   job.zeros = {pointer_to<const std::uint8_t*>(address), packing_of(zeros_packing), bits,
-               are_groups_down ? shape[2] : job.num_groups, raised};
-  job.order = pointer_to<const std::uint8_t*>(order);
+               job.are_groups_down ? shape[2] : job.num_groups, raised};
+  job.order = pointer_to<const std::uint8_t*>(order.first);
+  job.global_scales = pointer_to<const std::uint8_t*>(global_scales.first);
+  job.is_divided = global_scales.second;
+  job.product_format = float_format(product);
+  const bool has_values = values.size() == std::size(job.values);
+  if (has_values) std::copy(values.begin(), values.end(), job.values);
+  job.code_format = is_float                     ? decode::CodeFormat::kFp8
+                    : has_values && has_runs(job) ? decode::CodeFormat::kFourBits
+                                                  : decode::CodeFormat::kAffine;
+  if (job.code_format == decode::CodeFormat::kAffine && job.packed.packing == Packing::kPairs) {
+    throw py::value_error("there are no values of codes in pairs");
+  }
   run(job, num_threads, simd);
 }
 
@@ -205,18 +198,11 @@ void blocks(std::uintptr_t codes, const Shape& shape, const OutTuple& out, unsig
 
 void bind_decode(py::module_& module) {
   auto decode = module.def_submodule("decode", "Quantised weights over addresses.");
-  decode.def("fp8", &fp8, py::arg("codes"), py::arg("scales"), py::arg("scale_format"),
-             py::arg("shape"), py::arg("out"), py::kw_only(), py::arg("block"),
-             py::arg("num_threads"), py::arg("simd"));
-  decode.def("four_bits", &four_bits, py::arg("codes"), py::arg("scales"),
-             py::arg("scale_format"), py::arg("shape"), py::arg("out"), py::kw_only(),
-             py::arg("group"), py::arg("values"), py::arg("is_high_first"),
-             py::arg("product_format"), py::arg("global_scales"), py::arg("is_divided"),
-             py::arg("zeros"), py::arg("num_threads"), py::arg("simd"));
-  decode.def("affine", &affine, py::arg("codes"), py::arg("scales"), py::arg("scale_format"),
-             py::arg("shape"), py::arg("out"), py::kw_only(), py::arg("bits"), py::arg("group"),
-             py::arg("are_groups_down"), py::arg("packing"), py::arg("zeros"), py::arg("order"),
-             py::arg("num_threads"), py::arg("simd"));
+  decode.def("codes", &codes, py::arg("codes"), py::arg("scales"), py::arg("scale_format"),
+             py::arg("shape"), py::arg("out"), py::kw_only(), py::arg("is_float"), py::arg("bits"),
+             py::arg("packing"), py::arg("block"), py::arg("values"), py::arg("product"),
+             py::arg("zeros"), py::arg("order"), py::arg("global_scales"), py::arg("num_threads"),
+             py::arg("simd"));
   decode.def("blocks", &blocks, py::arg("codes"), py::arg("shape"), py::arg("out"), py::kw_only(),
              py::arg("numel"), py::arg("nbytes"), py::arg("group"), py::arg("low"),
              py::arg("high"), py::arg("places"), py::arg("factors"), py::arg("factors_at"),

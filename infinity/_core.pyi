@@ -204,53 +204,27 @@ class update:  # noqa: N801 (a submodule)
 
 class decode:  # noqa: N801 (a submodule)
     @staticmethod
-    def fp8(
+    def codes(
         codes: int,
         scales: int,
         scale_format: str,
         shape: tuple[int, int, int],
         out: tuple[int, str, tuple[int, int, int]],
         *,
+        is_float: bool,
+        bits: int,
+        packing: str,
         block: tuple[int, int],
+        values: Sequence[float],
+        product: str,
+        zeros: tuple[int, str, int],
+        order: tuple[int, bool],
+        global_scales: tuple[int, bool],
         num_threads: int,
         simd: str,
     ) -> None:
-        """Addresses as integers. Out is (address, format, strides of matrices, rows, columns)."""
-    @staticmethod
-    def four_bits(
-        codes: int,
-        scales: int,
-        scale_format: str,
-        shape: tuple[int, int, int],
-        out: tuple[int, str, tuple[int, int, int]],
-        *,
-        group: int,
-        values: Sequence[float],
-        is_high_first: bool,
-        product_format: str,
-        global_scales: int,
-        is_divided: bool,
-        zeros: int,
-        num_threads: int,
-        simd: str,
-    ) -> None: ...
-    @staticmethod
-    def affine(
-        codes: int,
-        scales: int,
-        scale_format: str,
-        shape: tuple[int, int, int],
-        out: tuple[int, str, tuple[int, int, int]],
-        *,
-        bits: int,
-        group: int,
-        are_groups_down: bool,
-        packing: str,
-        zeros: tuple[int, str, int],
-        order: int,
-        num_threads: int,
-        simd: str,
-    ) -> None: ...
+        """Decodes the codes of a `CodeLayout`. Addresses as integers, 0 for a part that is not
+        there. Out is (address, format, strides of matrices, rows, columns)."""
     @staticmethod
     def blocks(
         codes: int,

@@ -12,7 +12,7 @@ enum class ScaleFormat : unsigned char { kFp32, kBf16, kFp16, kE8m0, kE4m3 };
 enum class FloatFormat : unsigned char { kBf16, kFp16, kFp32 };
 
 // How a matrix of small numbers lies in 32-bit words: infinity/codecs/packing.py.
-enum class Packing : unsigned char { kRows, kColumns, kAwq, kBytes };
+enum class Packing : unsigned char { kRows, kColumns, kAwq, kBytes, kPairs };
 
 struct PackedMatrix {
   const std::uint8_t* words = nullptr;
@@ -69,7 +69,6 @@ struct Job {
   std::size_t group = 1;
   const std::uint8_t* global_scales = nullptr;
   bool is_divided = false;
-  bool is_high_first = false;  // Which half of a byte holds the first of its two codes.
   float values[16] = {};
   FloatFormat product_format = FloatFormat::kFp32;
 

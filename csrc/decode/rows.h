@@ -61,10 +61,13 @@ struct Table {
   }
 };
 
+// Which half of a byte holds the first of its two codes.
+inline bool is_high_first(const Job& job) noexcept { return job.packed.packing == Packing::kPairs; }
+
 template <class Product, class Out>
 typename Out::Bits element_at(const Job& job, const float* values, float scale,
                               std::size_t index) noexcept {
-  const bool is_high = (index % 2 == 0) == job.is_high_first;
+  const bool is_high = (index % 2 == 0) == is_high_first(job);
   const std::uint8_t pair = job.codes[index / 2];
   return Table<Product, Out>(values, scale).elements[is_high ? pair >> 4 : pair & 15];
 }
@@ -91,7 +94,7 @@ void four_bit_row(const Job& job, std::size_t row, std::size_t column, std::size
       *elements++ = element_at<Product, Out>(job, values, scale, index++);
     }
     const std::size_t taken = Lookup::template pairs<Product, Out>(
-        values, scale, job.codes + index / 2, next - index, job.is_high_first, elements);
+        values, scale, job.codes + index / 2, next - index, is_high_first(job), elements);
     index += taken;
     elements += taken;
     if (index < next) *elements++ = element_at<Product, Out>(job, values, scale, index++);

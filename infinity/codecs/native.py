@@ -58,36 +58,30 @@ def decode(
     parts: by the names of `layout.part_names`; scales that were nested are fp32
     values: the numbers of the 16 codes of four bits; of integers those without a zero
     """
-    shape, (rows, columns) = layout.shape, layout.block
+    shape = layout.shape
     out = out.transpose(-1, -2) if layout.is_transposed else out
     if layout.packing == "PAIRS" and out.is_contiguous():
         shape, out = (1, out.numel()), out.view(1, -1)
     elif len(shape) == 1:
         shape, out = (1, *shape), out[None]
-    operands = (
+    _core.decode.codes(
         parts["codes"].data_ptr(),
         parts["scales"].data_ptr(),
         "F32" if layout.nested_block else layout.scale,
         _matrices(shape),
         _output(out),
+        is_float=layout.values == "E4M3",
+        bits=layout.bits,
+        packing=layout.packing,
+        block=layout.block,
+        values=values,
+        product=layout.product,
+        zeros=(_address(parts.get("zeros")), layout.zeros or "ROWS", layout.raised),
+        order=(_address(parts.get("order")), layout.is_transposed),
+        global_scales=(_address(parts.get("global")), layout.global_scale == "OVER"),
+        num_threads=threads_here(torch.get_num_threads()),
+        simd=_simd(),
     )
-    threads, simd = threads_here(torch.get_num_threads()), _simd()
-    if layout.values == "E4M3":
-        _core.decode.fp8(*operands, block=layout.block, num_threads=threads, simd=simd)
-    elif layout.has_pairs:
-        _core.decode.four_bits(
-            *operands, group=columns, values=values, is_high_first=layout.packing == "PAIRS",
-            product_format=layout.product, global_scales=_address(parts.get("global")),
-            is_divided=layout.global_scale == "OVER", zeros=_address(parts.get("zeros")),
-            num_threads=threads, simd=simd,
-        )  # fmt: skip
-    else:
-        _core.decode.affine(
-            *operands, bits=layout.bits, group=rows if layout.is_transposed else columns,
-            are_groups_down=layout.is_transposed, packing=layout.packing,
-            zeros=(_address(parts.get("zeros")), layout.zeros or "ROWS", layout.raised),
-            order=_address(parts.get("order")), num_threads=threads, simd=simd,
-        )  # fmt: skip
 
 
 def decode_blocks(codes: torch.Tensor, shape: Shape, out: torch.Tensor, **layout: Any) -> None:
