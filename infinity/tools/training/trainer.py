@@ -543,6 +543,17 @@ class RunTrainer(OffloadedTrainer):
 # -- The module that produced a value which is not finite ------------------------------------------
 
 
+class _Found(Exception):
+    """Ends the search at the first module that produced a value that is not finite.
+
+    The rest of a loss must not run: TRL's gathers metrics from all ranks, of which only those with
+    such a value search.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """Returns the name of the first module, in order of completion, whose output is not all finite.
 
@@ -550,12 +561,11 @@ def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str 
     its parents, so the name is that of the smallest one. Returns None if every output is finite,
     for example if the loss itself overflowed. The random state does not change.
     """
-    found: list[str] = []
 
     def check(name: str, output: Any) -> None:
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        if not found and not all(torch.isfinite(tensor).all() for tensor in tensors):
-            found.append(name)
+        if not all(torch.isfinite(tensor).all() for tensor in tensors):
+            raise _Found(name)
 
     handles = [
         module.register_forward_hook(lambda *call, name=name: check(name, call[-1]))
@@ -565,7 +575,9 @@ def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str 
     try:
         with torch.random.fork_rng(), torch.no_grad():
             forward()
+    except _Found as found:
+        return found.name
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return None
