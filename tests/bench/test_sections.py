@@ -88,13 +88,13 @@ def test_host_sections(make_lab: Callable[..., Lab]) -> None:
 def test_a_wrong_update_is_seen(
     make_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = memory.adamw_
+    real = memory.step_
 
-    def slightly_off(weights, *rest) -> None:
-        real(weights, *rest)
-        weights[0][-1].mul_(1.0001)
+    def slightly_off(spans, *rest) -> None:
+        real(spans, *rest)
+        spans[0].weight[-1].mul_(1.0001)
 
-    monkeypatch.setattr(memory, "adamw_", slightly_off)
+    monkeypatch.setattr(memory, "step_", slightly_off)
     assert memory.optimizer_pass(make_lab().arena).run().ok is False
 
 

@@ -235,12 +235,12 @@ def test_a_run_continues_from_a_power_cut_among_updates_in_the_backward(early_re
 
 def test_updates_in_the_backward_that_overwrite_a_commit_are_found(tmp_path, place, monkeypatch):
     """The mutation check: early updates write where the last commit and the old state are."""
-    real = Volume._runs
+    real = Volume._targets
 
-    def overwriting(volume, operation, extent, is_undecided):
-        return real(volume, "read" if is_undecided else operation, extent, is_undecided)
+    def overwriting(volume, extent, *, is_undecided):
+        return volume._sources(extent) if is_undecided else real(volume, extent, is_undecided=False)
 
-    monkeypatch.setattr(Volume, "_runs", overwriting)
+    monkeypatch.setattr(Volume, "_targets", overwriting)
     with idle_drives():
         mutated = Recording(tmp_path / "root", **EARLY)
     assert cut_often(mutated.events, mutated, place, 2000, behind=mutated.early)
