@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 from pydantic import BeforeValidator, Field
 
 from infinity.errors import ConfigError
-from infinity.plan.files import Table, read_table
+from infinity.plan.tables import Table, read_table
 from infinity.simulate.spec import Rates, drive_rates
 from infinity.sizes import parse_nbytes
 

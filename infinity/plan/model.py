@@ -21,7 +21,6 @@ from infinity.config import AdapterConfig, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_table
-from infinity.plan.files import Table, read_table
 from infinity.plan.frozen_base import FrozenBase, PlannedPart, StoredModel, stored_of_shape
 from infinity.plan.shapes import (
     ModelShape,
@@ -32,6 +31,7 @@ from infinity.plan.shapes import (
     refuse_unknown_targets,
     shape_of_config,
 )
+from infinity.plan.tables import Table, read_table
 from infinity.state.stored import StoredTensor
 from infinity.state.units import (
     OF_ADAM,

@@ -20,7 +20,7 @@ from infinity.config import AdapterConfig
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import empty_model, text_model_of, towers
-from infinity.plan.files import Table
+from infinity.plan.tables import Table
 
 # Parts of a block whose weights a checkpoint stores in one format.
 Part = Literal["attention", "dense", "shared", "experts", "router"]
