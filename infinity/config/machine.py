@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
@@ -195,6 +196,16 @@ def last_cache_nbytes(root: Path = Path("/")) -> int:
         ),
         default=0,
     )
+
+
+def pci_address(properties: object) -> str:
+    """Returns the address of a device as in /sys/bus/pci/devices, from its properties in torch;
+    empty if torch does not report it."""
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    numbers: list[Any] = [getattr(properties, name, None) for name in names]
+    if not all(isinstance(number, int) for number in numbers):
+        return ""
+    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def node_of_device(pci_address: str, root: Path = Path("/")) -> int | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from infinity.config.machine import node_of_device
+from infinity.config.machine import node_of_device, pci_address
 from infinity.config.schema.tiers import DeviceTier
 from infinity.errors import ConfigError
 from infinity.observe import Counters
@@ -84,13 +83,3 @@ def device_kind(tier: DeviceTier) -> str:
             "a CUDA build of torch and a driver, or set it to 'cpu' or 'auto'"
         )
     return kind
-
-
-def pci_address(properties: object) -> str:
-    """Returns the address of a device as in /sys/bus/pci/devices, from its properties in torch;
-    empty if torch does not report it."""
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    numbers: list[Any] = [getattr(properties, name, None) for name in names]
-    if not all(isinstance(number, int) for number in numbers):
-        return ""
-    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)

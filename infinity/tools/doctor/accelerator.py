@@ -11,10 +11,10 @@ from pathlib import Path
 import infinity
 from infinity.config import SwapConfig
 from infinity.config.extras import TRIED, release_of
+from infinity.config.machine import pci_address
 from infinity.errors import UnsupportedError
 from infinity.namesake import other_distributions, other_places
 from infinity.sizes import format_nbytes
-from infinity.tiers.open_device import pci_address
 from infinity.tools.doctor.finding import Finding, degraded, missing, ok, read_int, read_text
 
 
