@@ -313,7 +313,7 @@ def test_a_worker_of_pending_updates_that_is_interrupted_anywhere_changes_no_bit
                     updater.advance()
                     while updater._turns.reclaim():
                         pass
-                assert not updater._ring.is_taken or not updater._ring.travels
+                assert not updater._ring.is_taken or not updater._ring.travelling
         return seen
 
     changes = {"schedule": {"updates": "deferred"}, "placement": PLACEMENTS[placement]}

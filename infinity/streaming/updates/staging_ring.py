@@ -80,9 +80,10 @@ class StagingRing:
                 for unit in store.units
             )
         ]
-        # The state kinds that travel, and the bytes that a staging slot has for each.
-        self._travelling = staging_nbytes(store.units, travelling, settings.chunk_nbytes)
-        self._slot_nbytes = sum(self._travelling.values())
+        # The state kinds that travel, and the bytes that a staging slot has for each. A plain
+        # attribute: every gradient asks whether there are any.
+        self.travelling = staging_nbytes(store.units, travelling, settings.chunk_nbytes)
+        self._slot_nbytes = sum(self.travelling.values())
         self._gradients = gradients
         self._undecided = undecided.contents
         self._is_of_thread = is_of_thread
@@ -100,14 +101,9 @@ class StagingRing:
             pool.add_giver(Giver.SLOTS_READ_AHEAD, lambda _: self.give_back_spare(drops=True))
 
     @property
-    def travels(self) -> bool:
-        """Whether any state does."""
-        return bool(self._travelling)
-
-    @property
     def chunk_nbytes(self) -> int:
         """The fp32 bytes of a chunk."""
-        return self._settings.chunk_nbytes * (1 if self.travels else CHUNKS_AT_REST)
+        return self._settings.chunk_nbytes * (1 if self.travelling else CHUNKS_AT_REST)
 
     # -- The block -------------------------------------------------------------------------------
 
@@ -118,7 +114,7 @@ class StagingRing:
     @property
     def is_taken(self) -> bool:
         """Whether the block is there, or not needed."""
-        return self._block is not None or not self.travels
+        return self._block is not None or not self.travelling
 
     def take(self, *, or_none: bool = False) -> bool:
         """Takes the block if it is not there. With `or_none`, only if memory is free."""
@@ -137,7 +133,7 @@ class StagingRing:
 
     def _parts(self, block: Block, offset_nbytes: int) -> dict[StateKind, Block]:
         parts = {}
-        for kind, nbytes in self._travelling.items():
+        for kind, nbytes in self.travelling.items():
             parts[kind] = self._pool.carve(block, offset_nbytes, nbytes)
             offset_nbytes += nbytes
         return parts
@@ -240,7 +236,7 @@ class StagingRing:
             return known
         staged = self.take_started(chunk)
         if staged is None:
-            if self._travelling and not self._slots:
+            if self.travelling and not self._slots:
                 self._drop_last()  # Read ahead for later; what is due goes first.
             staged = self._start(chunk)
         try:
@@ -249,7 +245,7 @@ class StagingRing:
             self.give_back(staged)
             raise
         is_fixed = isinstance(self._store, LocalStore) and not self._is_of_thread
-        if is_fixed and not self.travels:
+        if is_fixed and not self.travelling:
             self._at_rest[index][key] = staged
         return staged
 
@@ -271,7 +267,7 @@ class StagingRing:
         """Starts reading into staging slots that are free already, in order, until none is left.
         Without `with_gradients` the gradients of the chunks are still to come. An iterator is left
         at the first chunk that is not started. Returns the number of those that are."""
-        if not self.travels:
+        if not self.travelling:
             return 0
         following, count = iter(chunks), 0
         while self._has_free_slot(is_for_later=not with_gradients):
@@ -327,7 +323,7 @@ class StagingRing:
     def _start(self, chunk: Chunk) -> StagedChunk:
         """Starts reading the state of a chunk that has to travel, but for gradients."""
         slot = None
-        if self._travelling:
+        if self.travelling:
             slot = self._next_slot()
             try:
                 what = f"update of {chunk.unit.name} needs a slot that is being written"
@@ -457,7 +453,7 @@ class StagingRing:
 
     def write_back(self, staged: StagedChunk) -> None:
         """Starts writing what an update has changed, but for the weights."""
-        if not self.travels:
+        if not self.travelling:
             return
         chunk, slot = staged.chunk, staged.slot
         for kind in self._written(staged):

@@ -150,7 +150,8 @@ class UpdateTurns(EarlyUpdates):
         self._checked_out.pop(index, None)
         self._updated[index] = update.chunks
         self._await_update(index, False)
-        self._bring_home(update.unit)  # It may have begun early.
+        if self._settings.in_backward:
+            self._bring_home(update.unit)  # It may have begun early.
         self._gradients.give_back(update.unit)
 
     def withdraw_pending(self) -> None:

@@ -153,7 +153,7 @@ class ChunkUpdates:
         it. Returns the update of the chunk, which needs no lock, and its end, which calls `then`
         with what the update has raised; None if the state is not there."""
         chunk = update.left[0]
-        if self.ring.travels:
+        if self.ring.travelling:
             staged = self.ring.started(chunk)
             if staged is None or not self.ring.is_there(staged):
                 return None

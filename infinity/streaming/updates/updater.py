@@ -74,7 +74,7 @@ class Updater(StepRunner):
         )
         self.chunk_nbytes = self._ring.chunk_nbytes
         # If no state moves, updates need not be told about gradients.
-        self.follows_gradients = settings.in_backward or self._ring.travels
+        self.follows_gradients = settings.in_backward or bool(self._ring.travelling)
         # Chunks that the next step will probably update, from the first gradient to the decision.
         self._next: Iterator[Chunk] | None = None
         # Chunks that the next backward will probably update, from the decision to its beginning.
@@ -146,7 +146,8 @@ class Updater(StepRunner):
 
     @override
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
-        self._turns.take_back(unit)
+        if self._settings.in_backward:
+            self._turns.take_back(unit)
         if unit in self._turns.pending:
             self._gradients.end_readers()
         if unit in self._turns.pending:
@@ -204,17 +205,17 @@ class Updater(StepRunner):
     def note_gradient(self, unit: int) -> None:
         self._turns.note_gradient(unit)
         overlaps = self._settings.overlaps
-        if overlaps and self._ring.travels and self._next is None:
+        if overlaps and self._ring.travelling and self._next is None:
             self._next, self._before_backward = self._turns.expected_of_next(), None
             self._counters.add("state_held_back_nbytes", self._ring.held_back_nbytes())
-        if overlaps and (self._ring.travels or self._settings.in_backward):
+        if overlaps and (self._ring.travelling or self._settings.in_backward):
             self.advance()
         elif self._worker is not None and self._gradients.leaving.num_additions:
             self._worker.wake()
 
     @override
     def note_left(self, unit: int) -> bool:
-        return self._turns.note_left(unit)
+        return self._settings.in_backward and self._turns.note_left(unit)
 
     @override
     def begin_early(self, unit: int, record: StepRecord) -> None:
@@ -226,13 +227,14 @@ class Updater(StepRunner):
         turns = self._turns
         if turns.is_applying or turns.torn is not None:
             return
-        reads_ahead = turns.pending and self._settings.reads_ahead and self._ring.travels
+        reads_ahead = turns.pending and self._settings.reads_ahead and self._ring.travelling
         if reads_ahead and self._ring.take(or_none=True):
             self._ring.start_more(turns.expected())
-        turns.advance()
-        has_work = turns.has_turn or self._gradients.leaving.num_additions
-        if self._worker is not None and has_work:
-            self._worker.wake()
+        if self._settings.in_backward or turns.has_worker:
+            turns.advance()
+        worker, leaving = self._worker, self._gradients.leaving
+        if worker is not None and (turns.has_turn or leaving.num_additions):
+            worker.wake()
         if self._before_backward is not None:
             self._read_ahead("forward", self._before_backward)
         if self._next is not None:
