@@ -30,7 +30,7 @@ from infinity.distributed.collective.process_groups import (
     refuse_blocking_calls,
     refuse_unequal_names,
 )
-from infinity.distributed.collective.unshard import DeviceUnshard
+from infinity.distributed.collective.unshard import DeviceUnshard, UnshardedWeights
 from infinity.distributed.group import RankTopology, path_of_rank, share_memory
 from infinity.distributed.store import DistributedStore, serving_nbytes
 from infinity.distributed.sums.grad_memory import SumsPlan, plan_sums
@@ -161,7 +161,9 @@ class ShardingPlan:
         if self.buffers is None:
             return None, None, None
         assert isinstance(device, StreamDevice) and groups is not None
-        collectives = Collectives(store.transport, groups, counters, device.begin_thread)
+        collectives = Collectives(
+            store.transport, groups, device.torch_device, counters, device.begin_thread
+        )
         resources.callback(collectives.close)
         exchange = DeviceExchange(
             device, collectives.gathers, collectives.sums, self.buffers, collectives.node_gathers
@@ -176,9 +178,11 @@ class ShardingPlan:
     def weight_provider(self, unshard: DeviceUnshard | None) -> WeightProvider:
         """Returns the source of this rank's full units. Gathered units are outdated by every
         step."""
-        if unshard is not None:
-            return unshard
-        return WeightProvider(is_outdated_by_step=self.partition.shards_parameters)
+        is_outdated_by_step = self.partition.shards_parameters
+        if unshard is None:
+            return WeightProvider(is_outdated_by_step=is_outdated_by_step)
+        num_units = len(self.partition.full_units)
+        return UnshardedWeights(unshard, num_units, is_outdated_by_step=is_outdated_by_step)
 
     def store(
         self,

@@ -122,7 +122,7 @@ class RankSync(Service):
     @override
     def on_message(self, rank: int, content: bytes) -> None:
         assert self._collectives is not None
-        self._collectives.on_message(content)
+        self._collectives.on_message(rank, content)
 
     def barrier(self, what: str) -> None:
         """Waits until every rank has called it. Raises RankError."""

@@ -37,19 +37,16 @@ from .work import (
 )
 
 COUNT = 3
-FIRST_AGREED = 3
-FIRST_ALIKE = 6  # What the first step alone used has left the log.
+FIRST_AGREED = 3  # The steps before it make the first log.
 # More steps than an entry of no use stays in a log.
-ONE_SIDED = Case(
-    3, NVME, "deep", steps=FIRST_ALIKE + 5, drops=2, capacity="144MiB", updates="deferred"
-)
+ONE_SIDED = Case(3, NVME, "deep", steps=9, drops=2, capacity="144MiB", updates="deferred")
 LOCKSTEP = replace(ONE_SIDED, simulated=True, exchange="collective")
 BLOCKS = set(range(DeepBlocks.num_blocks))  # The indices of their units, too.
 LAST_BLOCK = max(BLOCKS)  # Nobody uses it after the first step.
 
 
 class LoggedStep(NamedTuple):
-    """One step of a rank. `log`: the keys of the log that the rank plays; None without devices.
+    """One step of a rank. `log`: the keys of the log that the rank plays; None without a log.
     num_messages, num_stand_ins: what the step adds to these counters."""
 
     log: tuple[Key, ...] | None
@@ -100,8 +97,8 @@ def test_ranks_that_drop_blocks_in_every_step_have_the_bits_of_plain_torch_and_k
             assert_same_run(found.run, wanted[rank], f"rank {rank}, {case.exchange}")
     lockstep = [found for _, found in of_ranks]
     _assert_last_block_is_of_first_step(lockstep[0].run)
-    [log] = {step.log for found in lockstep for step in found.steps[FIRST_ALIKE:]}
-    assert log, "a step is without a log"
+    [log] = {step.log for found in lockstep for step in found.steps[FIRST_AGREED:]}
+    assert log is not None, "a step is without a log"
     gathered = {unit for kind, unit, _ in log if kind != SUMMING}
     assert gathered & BLOCKS == BLOCKS - {LAST_BLOCK}, "two ranks of three use every other block"
     assert not {unit for kind, unit, _ in log if kind == SUMMING} & BLOCKS, (
@@ -109,7 +106,7 @@ def test_ranks_that_drop_blocks_in_every_step_have_the_bits_of_plain_torch_and_k
     )
     for rank, found in enumerate(lockstep):
         num_dropped = len(set(dropped_blocks(rank, 1, len(BLOCKS))) - {LAST_BLOCK})
-        for step in found.steps[FIRST_ALIKE:]:
+        for step in found.steps[FIRST_AGREED:]:
             assert (step.num_messages, step.num_stand_ins) == (0, num_dropped), found.steps
 
 
@@ -143,7 +140,7 @@ def _train_slowly(rank: int, cases: list[Case]) -> list[SlowRun]:
         await_update(pending, shard)
 
     def counting_stand_in(unshard: DeviceUnshard, key: Key, size: int) -> Any:
-        shard = unshard._shard_of(key[1])
+        shard = unshard.shard_of(key[1])
         if unshard._store.pending.is_pending(shard):
             pending_stand_ins.append(shard)
         return stand_in(unshard, key, size)
@@ -170,7 +167,7 @@ def test_gathers_of_the_log_have_no_bytes_of_before_an_update() -> None:
     for rank, runs in enumerate(of_ranks):
         for case, wanted, found in zip(cases, of_case, runs, strict=True):
             assert_same_run(found.dropping.run, wanted[rank], f"rank {rank}, {case}")
-            assert all(step.log for step in found.dropping.steps[FIRST_AGREED:])
+            assert all(step.log is not None for step in found.dropping.steps[FIRST_AGREED:])
     for case, *of_case_runs in zip(cases, *of_ranks, strict=True):
         assert sum(found.num_waits for found in of_case_runs), case
         assert sum(found.num_pending_stand_ins for found in of_case_runs), case

@@ -62,9 +62,7 @@ def _late_sum(
 
     event, let_compute = late(device, compute)
     mean, owner = torch.empty(given[rank].numel()), exchange.current()
-    summed = exchange.sum(
-        [[each] for each in given], mean, ready=[event], owner=owner, present=exchange.host_flags()
-    )
+    summed = exchange.sum([[each] for each in given], mean, ready=[event], owner=owner)
     yield
     assert not summed.done(), "weights came after gradients that were to come later"
     let_compute()
@@ -162,9 +160,7 @@ def run(
             halves = [[*each.split(1_700)] for each in mine]
             mean = torch.empty(mine[rank].numel(), device=device.torch_device)
             ready, owner = exchange.ready(), exchange.current()
-            exchange.sum(
-                halves, mean, ready=ready, owner=owner, present=exchange.host_flags()
-            ).order()
+            exchange.sum(halves, mean, ready=ready, owner=owner).order()
             wanted = mean_of([theirs[rank] for theirs in given])
             assert torch.equal(mean.cpu(), wanted), f"{dtype}: sums differ"
 
@@ -197,7 +193,6 @@ def _decode_later(
         region.content.copy_(stored.bitwise_not())
 
     for number, whole in enumerate(units):
-        decoding = Decoding(WHOLE_NBYTES, number % 2, decode)
         mine = whole if number == 1 else part_of(whole, rank, stretches)
         block = host.allocate(mine.numel(), "stored")
         assert block is not None
@@ -206,10 +201,11 @@ def _decode_later(
         if number == 1:
             departure = device.stage(block, number % 2)
         else:
-            _, departure = exchange.gather(None, on_host, stretches, decoding)
+            _, departure = exchange.gather_ahead(on_host, stretches, number % 2)
         if region.is_attached:
             device.end_use(region)
             device.detach(region)
+        decoding = Decoding(WHOLE_NBYTES, number % 2, decode)
         device.attach_staged(region, decoding).order()
         found = region.content.bitwise_not()
         departure.wait()

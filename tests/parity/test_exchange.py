@@ -77,9 +77,8 @@ def test_a_unit_of_equal_parts_and_one_round_is_gathered_where_it_is_used(
     all_gather = LoopbackRank.all_gather
 
     def noted(rank: LoopbackRank, target: torch.Tensor, source: torch.Tensor) -> None:
-        if source.nbytes > 512:  # Of flags.
-            targets.append((target.storage_offset(), target.untyped_storage().nbytes()))
-            sources.add((rank.rank, source.data_ptr()))
+        targets.append((target.storage_offset(), target.untyped_storage().nbytes()))
+        sources.add((rank.rank, source.data_ptr()))
         all_gather(rank, target, source)
 
     monkeypatch.setattr(LoopbackRank, "all_gather", noted)

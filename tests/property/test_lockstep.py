@@ -90,7 +90,9 @@ def agree(log: Sequence[LogEntry], ranks: Sequence[Sequence[Key]]) -> tuple[LogE
     """The log behind a step of these ranks. Every rank reads what the others have sent."""
     reports = [play(log, needs) for needs in ranks]
     assert [Report.decode(report.encode()) for report in reports] == reports
-    return next_log(log, reports, UNANIMOUS)
+    found = next_log(log, reports, UNANIMOUS)
+    assert found is not None
+    return found
 
 
 PATHS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4), st.just(0)), max_size=8)
@@ -171,12 +173,12 @@ def test_a_log_that_was_played_before_its_step_is_kept_as_it_is() -> None:
     report = report_of(log, played.missed, [(entry.key, 0, None) for entry in log], 0)
     assert not report.lacking
     found = next_log(log, [report] * 3, UNANIMOUS)
-    assert [entry.key for entry in found] == [entry.key for entry in log]
+    assert found is not None and [entry.key for entry in found] == [entry.key for entry in log]
 
 
 def test_ranks_with_unlike_logs_agree_on_none() -> None:
     one, other = [LogEntry((0, 1, 0))], [LogEntry((0, 2, 0))]
-    assert next_log(one, [play(one, []), play(other, [])], UNANIMOUS) == ()
+    assert next_log(one, [play(one, []), play(other, [])], UNANIMOUS) is None
     assert digest_of([]) != digest_of(one) != digest_of(other)
 
 

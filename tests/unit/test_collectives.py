@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from infinity.distributed.collective import collectives as collectives_module
 from infinity.distributed.collective.collectives import Collectives
-from infinity.distributed.collective.order import AgreedLog, LogEntry
+from infinity.distributed.collective.order import AgreedLog, LogEntry, Verb
 from infinity.distributed.collective.process_groups import DeviceGroups
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
@@ -39,16 +41,29 @@ class Silent:
 
 def make(count: int) -> Collectives:
     transport: Any = Silent(count)
-    collectives = Collectives(transport, DeviceGroups(None, None), Counters(), lambda: None)
+    collectives = Collectives(
+        transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
+    )
     collectives.open()
     return collectives
+
+
+def test_close_withdraws_proposals_that_no_other_rank_made() -> None:
+    collectives = make(2)
+    propose = collectives.propose((1, 0, 0), lambda: None)
+    closing = threading.Thread(target=collectives.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive() and propose.is_cancelled
 
 
 def test_close_gives_up_a_trial_that_no_abort_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL makes a communicator, and another rank is gone."""
     monkeypatch.setattr(collectives_module, "_GIVE_UP_S", 0.5)
     transport: Any = Silent(2)
-    collectives = Collectives(transport, DeviceGroups(None, None), Counters(), lambda: None)
+    collectives = Collectives(
+        transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
+    )
     is_tried, never = threading.Event(), threading.Event()
 
     def act() -> list[Any]:
@@ -94,7 +109,7 @@ def test_a_thread_that_cannot_begin_or_ask_ends_all_operations() -> None:
         transport: Any = Silent(1)
         groups = DeviceGroups(None, None)
         begin = fail if cause == "begin" else lambda: None
-        collectives = Collectives(transport, groups, Counters(), begin)
+        collectives = Collectives(transport, groups, torch.device("cpu"), Counters(), begin)
         if cause == "watch":
             collectives._watch = fail  # type: ignore[method-assign]
         with pytest.raises(InfinityError, match="rank 1 is gone"):
@@ -107,7 +122,6 @@ def test_a_failing_operation_raises_on_the_only_rank() -> None:
         raise OSError("of the test")
 
     collectives = make(1)
-    collectives._log = AgreedLog([LogEntry((0, 0, 0))])
     with pytest.raises(InfinityError, match="of the test"):
         collectives.settle(collectives.propose((0, 0, 0), fail))
     collectives.close()
@@ -131,8 +145,11 @@ def test_a_rank_plays_the_log_of_what_it_and_others_wanted_in_the_step_before() 
         collectives.sync_weights([decision, decision if others is None else others])
         return decision
 
+    step([3])
+    step([0, 1])
+    assert not collectives.is_in_lockstep, "the first steps are not like the others"
     step([0, 1, 2])
-    assert not issued, "there is no log in the first step"
+    assert collectives.is_in_lockstep
     step([0, 2, 7])  # 7 is not in the log.
     assert issued == ["own 0", "stand-in 1 9", "own 2"]
     step([])  # Without a batch.
@@ -142,19 +159,48 @@ def test_a_rank_plays_the_log_of_what_it_and_others_wanted_in_the_step_before() 
     step([0, 2, 7])
     decision = step([0])
     assert issued == ["own 0"] + [f"stand-in {unit} 9" for unit in (2, 7)], "1 was of no use"
+    assert collectives.is_in_lockstep
     digest = decision[:8]
     step([0, 2, 7], others=decision.replace(digest, b"another."))
-    assert not collectives._log.entries
+    assert not collectives.is_in_lockstep
+    collectives.close()
+
+
+def test_ranks_that_propose_in_vain_pause_for_some_steps() -> None:
+    """Three other ranks use nothing that this one uses, and nobody else asks for anything."""
+    collectives = make(4)
+    is_on = []
+    for _ in range(14):
+        is_on.append(collectives.is_on)
+        if collectives.is_on:
+            proposal = collectives.propose((0, 7, 0), lambda: None)
+            for rank in range(1, 4):
+                collectives.on_message(rank, done(len([on for on in is_on if on]) - 1))
+            assert not collectives.settle(proposal)
+        collectives.end_step()
+        own = collectives.decision()
+        collectives.sync_weights([own] + [own[:8] + bytes(4) if own else own] * 3)
+    assert is_on == [True] * 3 + [False] + [True] + [False] * 2 + [True] + [False] * 4 + [
+        True,
+        False,
+    ]
     collectives.close()
 
 
 @pytest.mark.parametrize("log_step", [4, 5])
 def test_an_operation_of_an_earlier_log_asks_no_rank_to_play_this_one(log_step: int) -> None:
     transport: Any = Silent(2)
-    collectives = Collectives(transport, DeviceGroups(None, None), Counters(), lambda: None)
+    collectives = Collectives(
+        transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
+    )
     collectives._log, collectives._log_step = AgreedLog([LogEntry((0, 1, 0))]), 5
     slow: Any = SimpleNamespace(done=lambda: False)
     collectives._under_way.append((log_step, slow))
     collectives._waits_since_s = float("-inf")
     collectives._watch()
-    assert len(transport.told) == (log_step == 5)
+    assert [content[0] for content in transport.told] == [Verb.PLAY] * (log_step == 5)
+
+
+def done(step: int) -> bytes:
+    """The control message of a rank that proposes nothing more in a step."""
+    return struct.pack("<BxxxIIIQ", Verb.DONE, step, 0, 0, 0)

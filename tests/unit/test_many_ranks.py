@@ -31,7 +31,7 @@ from tests.support.fake_nccl import Aborted, FakeCommunicator, FakeGroup, Kernel
 COUNT, NUM_UNITS, NBYTES = 64, 5, 16  # Bytes that a rank has of a unit.
 GATHERING = 0
 GATHER_S, SUM_S, COMPUTE_S = 0.6, 0.7, 1.0
-FIRST_AGREED = 1  # The first step has no log.
+FIRST_AGREED = 3  # The steps before it give no log.
 
 
 Communicators = tuple[FakeCommunicator, FakeCommunicator]  # Of gathers, and of sums.
@@ -68,13 +68,13 @@ class World:
         self.ranks: list[Rank] = []
         self.meeting = threading.Barrier(COUNT, timeout=20)
         self.decisions = [b""] * COUNT
-        self.messages: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[tuple[int, int, bytes] | None] = queue.SimpleQueue()
         self.postman = threading.Thread(target=self._deliver, daemon=True)
 
     def _deliver(self) -> None:
         while (message := self.messages.get()) is not None:
-            receiver, content = message
-            self.ranks[receiver].collectives.on_message(content)
+            sender, receiver, content = message
+            self.ranks[receiver].collectives.on_message(sender, content)
 
     def fail(self, rank: int, cause: str) -> None:
         self.failure = self.failure or RankError(rank, f"rank {rank} failed: {cause}")
@@ -99,7 +99,7 @@ class Transport:
             raise self._world.failure.again()
 
     def tell(self, rank: int, content: bytes) -> None:
-        self._world.messages.put((rank, content))
+        self._world.messages.put((self.rank, rank, content))
 
     def abort(self, cause: str) -> None:
         self._world.fail(self.rank, cause)
@@ -115,7 +115,9 @@ class Rank:
         self.groups = DeviceGroups(gathers.rank(rank), sums.rank(rank))
         FakeGroup.share_device([self.groups.gathers, self.groups.sums])
         self.counters = Counters()
-        self.collectives = Collectives(self.transport, self.groups, self.counters, lambda: None)
+        self.collectives = Collectives(
+            self.transport, self.groups, torch.device("cpu"), self.counters, lambda: None
+        )
         self.collectives.stand_in(GATHERING, self.gather_for_others)
         self.collectives.stand_in(SUMMING, self.sum_nothing, is_unanimous=True)
         self.now_s = 0.0
@@ -253,13 +255,13 @@ ALL = range(NUM_UNITS)
 
 
 def agree(rank: Rank) -> None:
-    """Takes the step that leads to the log of a step in which every rank uses all units."""
+    """Takes the steps that lead to the log of a step in which every rank uses all units."""
     for _ in range(FIRST_AGREED):
-        assert not rank.collectives._log.entries
+        assert not rank.collectives.is_in_lockstep
         rank.train(ALL)
+        assert not rank.read_alone
         rank.meet()
-    assert rank.collectives._log.entries
-    rank.read_alone.clear()
+    assert rank.collectives.is_in_lockstep
 
 
 def sum_of(unit: int) -> float:
@@ -333,7 +335,7 @@ def test_ranks_that_skip_or_idle_or_read_more_issue_what_all_others_issue() -> N
         for word, step in STEPS.items():
             before_s, told_before = rank.now_s, told(rank)
             rank.read_alone.clear()
-            is_in_lockstep = bool(rank.collectives._log.entries)
+            is_in_lockstep = rank.collectives.is_in_lockstep
             passes = step.passes.get(rank.rank, [ALL])
             for number, units in enumerate(passes):
                 rank.train(units)
@@ -345,8 +347,8 @@ def test_ranks_that_skip_or_idle_or_read_more_issue_what_all_others_issue() -> N
                 if rank.rank not in step.passes:
                     took_s[word].add(round(rank.now_s - before_s, 6))
             rank.meet(alters=word == "unlike hashes" and rank.rank == 9)
-            assert bool(rank.collectives._log.entries) == step.is_agreed, word
-            assert told(rank) == told_before, word
+            assert rank.collectives.is_in_lockstep == step.is_agreed, word
+            assert (told(rank) == told_before) == is_in_lockstep, word
 
     run(program)
     # Each pass waits for its first gather, and the step for its last sum: no gather waits for sums.
@@ -362,7 +364,7 @@ def test_what_some_rank_never_uses_is_in_the_log_too() -> None:
     def program(rank: Rank) -> None:
         used, kept = never.get(rank.rank, ALL), Counter[str]()
         for step in range(FIRST_AGREED + 3):
-            is_in_lockstep = bool(rank.collectives._log.entries)
+            is_in_lockstep = rank.collectives.is_in_lockstep
             assert is_in_lockstep == (step >= FIRST_AGREED)
             rank.train(used)
             rank.meet()
@@ -397,7 +399,7 @@ def test_ranks_go_on_without_a_paused_rank_which_has_lost_nothing_after_the_step
         assert all(found in (None, sum_of(unit)) for unit, found in rank.sums.items())
         rank.meet()
         told_before = told(rank)
-        assert rank.collectives._log.entries
+        assert rank.collectives.is_in_lockstep
         rank.read_alone.clear()
         rank.train(ALL)
         assert not rank.read_alone and rank.sums == {unit: sum_of(unit) for unit in ALL}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity.distributed.collective.exchange import Buffers, DeviceExchange
-from infinity.distributed.collective.unshard import DeviceUnshard
+from infinity.distributed.collective.unshard import DeviceUnshard, UnshardedWeights
 from infinity.errors import RankError
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation
@@ -56,17 +56,19 @@ class Stub:
     def free(self, block: object) -> None:
         self.num_lent -= 1
 
-    partition = SimpleNamespace(
-        shards_parameters=True,
-        full_units=units[:2],
-        sources=lambda _: (),
-        is_of_node=lambda _: False,
-    )
+    def covers(self, unit: int) -> bool:
+        return unit < 2
 
-    def take_rewritten(self, unit: int) -> bool:
+    def shard_of(self, unit: int) -> int:
+        return 2 + unit
+
+    def take_outdated(self, unit: int) -> bool:
         return False
 
-    def settle(self, proposal: object, *, is_patient: bool) -> bool:
+    def begin(self, *unused: Any) -> Stub:
+        return self
+
+    def settle(self, *, is_patient: bool) -> bool:
         self.patience.append(is_patient)
         return True
 
@@ -75,10 +77,6 @@ class Stub:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *unused, **_: None
-
-
-def unshard_of(stub: Any) -> DeviceUnshard:
-    return DeviceUnshard(stub, collectives=stub, exchange=stub, counters=Counters())
 
 
 def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
@@ -94,7 +92,7 @@ def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
         counters=Counters(),
         budgets=budgets,
         inputs=InputMemory(0, 1 << 20),
-        source=unshard_of(stub),
+        source=UnshardedWeights(stub, 2, is_outdated_by_step=False),
     )
     for _ in range(2):
         weight_cache.begin_pass("train")
@@ -128,7 +126,7 @@ def test_stored_weights_count_once_as_shards_or_as_full_units(
     ]
     source = WeightProvider()
     if between_devices:
-        source = unshard_of(stub)
+        source = UnshardedWeights(stub, 2, is_outdated_by_step=False)
     moves = WeightMoves(stub, stub, stub, Counters(), source, AccessOrder())
     weights = moves.weights
     assert stub.spare.weights_to_come_nbytes == absent_nbytes
@@ -162,7 +160,6 @@ def test_a_refused_proposal_gives_back_the_memory_of_the_region() -> None:
         exchange = DeviceExchange(device, operations, operations, Buffers(2, 512, 512, 512))
         store: Any = SimpleNamespace(
             partition=SimpleNamespace(
-                shards_parameters=True,
                 full_units=[SimpleNamespace(stored=None)],
                 sources=lambda _: (),
                 is_of_node=lambda _: False,
@@ -173,7 +170,7 @@ def test_a_refused_proposal_gives_back_the_memory_of_the_region() -> None:
         region, local = device.reserve(4096), torch.empty(2048, dtype=torch.uint8)
         for _ in range(2):  # A retry takes the memory again.
             with pytest.raises(RankError, match="rank 1 is gone"):
-                unshard.begin(0, region, local, None, None)
+                unshard.begin(0, region, local, None, None, lambda: True)
             assert not region.is_attached
         device.close()
 
@@ -200,9 +197,7 @@ def test_a_rank_that_only_gives_its_shards_keeps_three_copies_of_them() -> None:
         give=lambda *unused, is_of_node: next(copies),
     )
     store: Any = SimpleNamespace(
-        partition=SimpleNamespace(
-            shards_parameters=True, sources=lambda _: (), is_of_node=lambda _: False
-        ),
+        partition=SimpleNamespace(sources=lambda _: (), is_of_node=lambda _: False),
         read_served=lambda unit, allocate: allocate(512),
     )
     collectives: Any = StandingIn()

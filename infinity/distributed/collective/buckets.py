@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.distributed.collective.collectives import Collectives, Proposal
-from infinity.distributed.collective.exchange import DeviceExchange
+from infinity.distributed.collective.exchange import DeviceExchange, SumLayout
 from infinity.distributed.collective.order import Key
 from infinity.distributed.sums.partials import from_wire_code, wire_code
 from infinity.observe import Counters
@@ -57,12 +57,24 @@ class GradientBucket:
     proposal: Proposal | None = None
     summed: Copy | None = None  # Once issued.
     mean: torch.Tensor | None = None
-    present: torch.Tensor | None = None  # By rank: whether it gave gradients.
+    present: torch.Tensor | None = None  # By rank; None: every rank takes part.
 
     @property
     def nbytes(self) -> int:
         """The bytes of all contributions."""
         return sum(member.nbytes for member in self.contributions)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A bucket that was reduced or cancelled.
+
+    `means`, on the device: per contribution the mean over all ranks, of the part that this rank
+    owns. None for a cancelled bucket.
+    """
+
+    bucket: GradientBucket
+    means: list[torch.Tensor] | None
 
 
 class GradientBuckets:
@@ -97,7 +109,7 @@ class GradientBuckets:
         self._generations = generations
 
     def _stand_in(self, _key: Key, size: int) -> Copy:
-        return self._exchange.sum_nothing(*from_wire_code(size))
+        return self._exchange.sum_nothing(SumLayout(*from_wire_code(size)))
 
     @property
     def is_on(self) -> bool:
@@ -136,7 +148,8 @@ class GradientBuckets:
         mean = torch.empty(local_numel, dtype=torch.float32, device=first.device)
         ready = self._exchange.ready(bucket.stream)
         others_nbytes = bucket.nbytes - local_numel * first.element_size()
-        present = self._exchange.host_flags()
+
+        present = self._exchange.host_flags() if self._collectives.is_in_lockstep else None
 
         def issue() -> Copy:
             bucket.summed = self._exchange.sum(
@@ -157,34 +170,28 @@ class GradientBuckets:
         for unit in list(self._open):
             self.close(unit)
 
-    def take(
-        self, *, all_of_them: bool = False
-    ) -> Iterator[tuple[GradientBucket, list[torch.Tensor] | None]]:
-        """Yields buckets that were reduced or cancelled, in the order of proposal. `all_of_them`
-        waits for the rest.
-
-        With a bucket come the means on the device: per contribution the mean over all ranks, of the
-        part that this rank owns. None for a cancelled bucket.
-        """
+    def take(self, *, all_of_them: bool = False) -> Iterator[Answered]:
+        """Yields answered buckets in the order of proposal. `all_of_them` waits for the rest."""
         while self._proposed and (
             all_of_them or self._is_over(self._proposed[0]) or self._has_too_much()
         ):
             bucket = self._proposed.popleft()
             assert bucket.proposal is not None and bucket.mean is not None
             if not self._collectives.settle(bucket.proposal):
-                yield bucket, None
+                yield Answered(bucket, None)
                 continue
-            assert bucket.summed is not None and bucket.present is not None
+            assert bucket.summed is not None
             bucket.summed.order()
-            bucket.summed.wait()
-            if not bucket.present.all():  # The host path passes a rank without gradients over.
-                yield bucket, None
-                continue
+            if bucket.present is not None:
+                bucket.summed.wait()
+                if not bucket.present.all():  # The host path passes a rank without gradients over.
+                    yield Answered(bucket, None)
+                    continue
             numels = [
                 sum(s.stop - s.start for s in self._shares[member.spec] if s.rank == self._rank)
                 for member in bucket.contributions
             ]
-            yield bucket, list(bucket.mean.split(numels))
+            yield Answered(bucket, list(bucket.mean.split(numels)))
 
     def _is_over(self, bucket: GradientBucket) -> bool:
         assert bucket.proposal is not None
@@ -208,8 +215,7 @@ def _what(bucket: GradientBucket, generations: Sequence[int]) -> int:
     """
     text = [str(bucket.contributions[0].flat.dtype)]
     for member in bucket.contributions:
-        # The first step has the numbers of the next ones, so that its order is their log.
-        before = generations[member.index] if generations else -1
+        before = generations[member.index] if generations else 0
         text.append(f"{member.index} {member.generation - before} {member.number}")
     digest = hashlib.blake2b("\n".join(text).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -1,11 +1,12 @@
 """Collective operations between the devices of all ranks, begun in one order.
 
-A rank proposes an operation. A thread of this object issues the operations of the agreed log in its
-order, without a message; what a rank does not propose is issued by a stand-in. A proposal that the
-log lacks is cancelled: the rank requests the data from each owner. What ranks wanted in a step is
-the next log (`order.py`); the first one is empty. The thread only issues operations; the device
-orders them. No rank enters a collective operation that another rank does not enter, so ranks may
-take different paths through the model.
+A rank proposes an operation. In lockstep a thread of this object issues the
+operations of the agreed log in its order, without a message; what a rank does not propose is issued
+by a stand-in. Without a log, the thread begins an operation when every rank has proposed it
+(`order.py`), in the order that rank 0 decides. What ranks wanted in a step, with or without a
+log, is the next log. The thread only issues operations; the device orders them. No rank enters a
+collective operation that another rank does not enter, so ranks may take different paths through the
+model. A rank whose proposal is cancelled requests the data from each owner.
 
 Gathers and sums have a process group each, so that a gather does not wait behind a sum. One thread
 issues the operations of both, in one order: NCCL wants the order over all communicators of a device
@@ -23,10 +24,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from infinity.distributed.collective.order import (
     AgreedLog,
+    Coordinator,
+    Decision,
     Key,
+    LogEntry,
     Report,
+    Verb,
     next_log,
     report_of,
 )
@@ -36,15 +43,21 @@ from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 from infinity.tiers.device import Copy
 
-# After this a rank asks the others to play the log up to what it waits for: another rank may be in
-# a barrier of the program, which this rank does not reach while it waits.
+# A rank withdraws its proposal after this: another rank may be in a barrier of the program, which
+# this rank does not reach while it waits. It waits once for that rank, until that rank is back.
 PATIENCE_S = 10.0
 _LOOK_S = 0.02
 _POLL_S = 0.001
 _WATCH_S = 0.5  # A thread that waits in an operation notices within this time that a rank is gone.
 # NCCL may be making a communicator, which waits for a rank that is gone and which no abort reaches.
 _GIVE_UP_S = 5.0
-_PLAY = struct.Struct("<IQ")  # Step of the log, and the number of entries to issue.
+# If what ranks proposed in a step makes no log, they propose nothing for some steps, twice as many
+# every time.
+_MOST_PAUSED = 64
+# Nothing is fetched ahead of the first pass, which leaves weights on the device for the second one.
+_FIRST_STEPS = 2
+_WORD = struct.Struct("<BxxxIIIQ")  # verb, step, key
+_NO_KEY: Key = (0, 0, 0)
 
 
 class Proposal:
@@ -54,23 +67,29 @@ class Proposal:
         self.key = key
         self.size = size  # See order.LogEntry.
         self.act: Callable[[], Copy | None] | None = act
+        self.answer: Verb | None = None
         self.is_issued = False
-        self.is_cancelled = False  # This rank takes the host path.
         self.is_needed = True  # Unless this rank took it back itself.
-        self.index: int | None = None  # Of its entry in the log.
+        self.index: int | None = None  # Of its entry in the log, or in what began.
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the operation was cancelled: some rank takes the host path."""
+        return self.answer is Verb.CANCEL
 
 
 class Collectives:
     """Proposes collective operations and begins them. The training thread proposes.
 
-    `groups` have the backend of the ranks' devices. `open` follows the constructor. `gathers`,
-    `sums` and `node_gathers` (None without that group) are the operations of each group.
+    `groups` have the backend of `device`. `open` follows the constructor. `gathers`, `sums` and
+    `node_gathers` (None without that group) are the operations of each group.
     """
 
     def __init__(
         self,
         transport: PeerTransport,
         groups: DeviceGroups,
+        device: torch.device,
         counters: Counters,
         begin_thread: Callable[[], None],
     ) -> None:
@@ -84,21 +103,27 @@ class Collectives:
         if groups.node_gathers is not None:
             of_node = groups.node_gathers
             self.node_gathers = GroupOperations(of_node, of_node.size(), told)
+        self._device = device
         self._begin_thread = begin_thread
         self._counters = counters
-        self._changed = threading.Condition()  # Guards all that follows.
+        self._coordinator = Coordinator(transport.count) if transport.rank == 0 else None
+        self._changed = threading.Condition()  # Guards all that follows, and the coordinator.
         self._pending: dict[Key, Proposal] = {}
         self._begun: queue.SimpleQueue[Proposal | None] = queue.SimpleQueue()
         self._num_begun = 0  # In the queue, or about to be issued.
         self._step = 0
+        self._paused_steps = 0
+        self._pause = 1
         self._error: BaseException | None = None  # Of the thread that carries out what is begun.
         self._trial: Callable[[], Sequence[Copy]] | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._proposals: list[Proposal] = []  # Of this rank in this step, in order.
-        self._log = AgreedLog(())
+        self._trace: list[LogEntry] = []  # What began in this step, without a log.
+        self._log: AgreedLog | None = None
         self._log_step = 0
         self._aside: AgreedLog | None = None  # The log of the next step, see `set_aside`.
+        self._is_aside = False
         self._played = (0, 0)  # Step, and entries that another rank wants to be issued.
         self._stand_ins: dict[int, Callable[[Key, int], Copy]] = {}  # By kind.
         self._unanimous: set[int] = set()  # Kinds that are of no use without every rank.
@@ -120,7 +145,7 @@ class Collectives:
         ranks. It runs here, where all ranks come, and not in the middle of a step. Raises
         InfinityError.
         """
-        trial = Proposal((0, 0, 0), self._try)
+        trial = Proposal(_NO_KEY, self._try)
         self._num_begun += 1
         self._begun.put(trial)
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
@@ -135,10 +160,10 @@ class Collectives:
             copy.wait()  # Raises what has failed.
 
     def close(self) -> None:
-        """Issues the rest of the log, which the threads of the other ranks do then too, and ends
-        the thread.
+        """Withdraws all proposals, without waiting for other ranks, and ends the thread.
 
-        Aborts operations that wait for a rank that is gone. Called before the transport closes.
+        With a log, issues the rest of it, which the threads of the other ranks do then too. Aborts
+        operations that wait for a rank that is gone. Called before the transport closes.
         Idempotent. A thread that an abort does not release is given up, and ends with the process.
         """
         if self._thread is None or self._is_closed:
@@ -146,7 +171,9 @@ class Collectives:
         is_own = self._thread is threading.current_thread()  # Of a garbage collector's choice.
         with contextlib.suppress(InfinityError):
             with self._changed:
-                if self._log.entries:
+                for key in list(self._pending) if self._log is None else ():
+                    self._send_message(Verb.WITHDRAW, key)
+                if self._log is not None:
                     self._ask_to_play(len(self._log.entries))
             if not is_own:
                 self.end_step()
@@ -166,7 +193,13 @@ class Collectives:
     @property
     def is_on(self) -> bool:
         """Whether operations are proposed in this step. The same on all ranks."""
-        return self._aside is None  # GIL: the training thread alone changes it.
+        # GIL: the training thread alone changes them.
+        return self._paused_steps == 0 and not self._is_aside
+
+    @property
+    def is_in_lockstep(self) -> bool:
+        """Whether a rank may stand in for a proposal in this step. The same on all ranks."""
+        return self._log is not None  # GIL: the training thread alone changes it.
 
     def stand_in(
         self, kind: int, act: Callable[[Key, int], Copy], *, is_unanimous: bool = False
@@ -178,7 +211,7 @@ class Collectives:
             self._unanimous.add(kind)
 
     def propose(self, key: Key, act: Callable[[], Copy | None], *, size: int = 0) -> Proposal:
-        """Proposes an operation. Another thread calls `act` in the order of the log.
+        """Proposes an operation. Another thread calls `act` soon after every rank has proposed it.
 
         Everything that `act` needs stays unchanged until the proposal is answered. `size`: less
         than 2**64, what a stand-in needs to know beside the key.
@@ -187,42 +220,54 @@ class Collectives:
         self._check()
         proposal = Proposal(key, act, size)
         with self._changed:
+            self._pending[key] = proposal
             self._proposals.append(proposal)
-            proposal.index = self._log.bind(key)
-            if proposal.index is None:
-                self._cancel(proposal)
-            else:
-                self._pending[key] = proposal
+            if self._log is None:
+                self._send_message(Verb.PROPOSE, key)
+            elif (index := self._log.bind(key)) is not None:
+                proposal.index = index
                 self._play()
+            else:
+                self._take(Verb.CANCEL, key)
         return proposal
 
     def settle(self, proposal: Proposal, *, is_patient: bool = True) -> bool:
         """Returns whether the operation was issued; otherwise it was cancelled.
 
-        Issues the log up to it; without `is_patient` takes back what is not issued. Raises
+        Waits up to PATIENCE_S for the other ranks; without `is_patient` it does not. Raises
         RankError.
         """
         with self._changed:
             proposal.is_needed = is_patient
-            if self._pending.get(proposal.key) is proposal:
+            if proposal.answer is None and self._log is not None:
                 if is_patient:
                     self._log.await_proposal(proposal.key)
                     self._play()
                 else:
                     self._log.release(proposal.key)
                     proposal.index = None
-                    self._cancel(self._pending.pop(proposal.key))
+                    self._take(Verb.CANCEL, proposal.key)
+            elif proposal.answer is None:
+                if is_patient:
+                    self._send_message(Verb.AWAIT, proposal.key)
+                    self._wait(lambda: proposal.answer is not None, PATIENCE_S)
+                if proposal.answer is None:
+                    self._send_message(Verb.WITHDRAW, proposal.key)
             self._wait(lambda: proposal.is_issued or proposal.is_cancelled)
         return proposal.is_issued
 
     def end_step(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Issues the log, and waits until everything that this rank has proposed is issued.
+        """Waits until everything that this rank has proposed is issued or cancelled, and the log.
 
         This rank proposes nothing more in this step. `meanwhile` is called during the wait.
         """
         if self.is_on:
             with self._changed:
-                self._play(len(self._log.entries))
+                if self._log is None:
+                    self._send_message(Verb.DONE, _NO_KEY)
+                else:
+                    self._log.require(len(self._log.entries))
+                    self._play()
                 self._step += 1
             while not self._is_idle(_LOOK_S):
                 if meanwhile is not None:
@@ -231,28 +276,23 @@ class Collectives:
     def end_log(self) -> None:
         """Issues the rest of the log, because weights change before the step ends. All ranks call
         it."""
-        with self._changed:
-            self._play(len(self._log.entries))
-            self._wait(lambda: not self._num_begun)
+        if self._log is not None:
+            with self._changed:
+                self._log.require(len(self._log.entries))
+                self._play()
+                self._wait(lambda: not self._num_begun)
 
-    def _play(self, number: int = 0) -> None:
-        """Hands entries of the log to the thread, with the lock: those that may be issued, and all
-        before `number`."""
-        self._log.require(number)
+    def _play(self) -> None:
+        """Hands entries of the log to the thread, with the lock."""
+        assert self._log is not None
         for entry, is_proposed in self._log.issue():
             if is_proposed:
-                proposal = self._pending.pop(entry.key)
-                self._counters.add("ranks_collectives", 1)
+                self._take(Verb.BEGIN, entry.key)
             else:
                 act = partial(self._stand_ins[entry.key[0]], entry.key, entry.size)
-                proposal = Proposal(entry.key, act)
+                self._num_begun += 1
+                self._begun.put(Proposal(entry.key, act))
                 self._counters.add("ranks_stand_ins", 1)
-            self._num_begun += 1
-            self._begun.put(proposal)
-
-    def _cancel(self, proposal: Proposal) -> None:
-        proposal.act, proposal.is_cancelled = None, True
-        self._counters.add("ranks_cancelled", 1)
 
     def _is_idle(self, timeout_s: float) -> bool:
         with self._changed:
@@ -280,7 +320,7 @@ class Collectives:
         if error is not None:
             raise InfinityError(f"between devices of ranks: {error}") from error
 
-    # -- The next log ------------------------------------------------------------------------------
+    # -- When to try -------------------------------------------------------------------------------
 
     def decision(self) -> bytes:
         """Returns what all ranks receive for `sync_weights`: the `Report` of this rank. Empty on
@@ -290,49 +330,114 @@ class Collectives:
         with self._changed:
             known = [p for p in self._proposals if p.is_needed or p.index is not None]
             proposals = [(p.key, p.size, p.index) for p in known]
-            return report_of(self._log.entries, self._log.missed, proposals, self._step).encode()
+            missed = 0 if self._log is None else self._log.missed
+            return report_of(self._played_now(), missed, proposals, self._step).encode()
+
+    def _played_now(self) -> Sequence[LogEntry]:
+        return self._trace if self._log is None else self._log.entries
 
     def sync_weights(self, decisions: Sequence[bytes]) -> None:
-        """Makes the log of the next step from the decisions of all ranks: what they wanted in this
-        step."""
+        """Chooses how the next step begins operations, from the decisions of all ranks.
+
+        By the log of what they wanted in this step. If they have proposed in vain, pauses proposals
+        for some steps, since proposals only cost time then.
+        """
         with self._changed:
-            if self._aside is not None:
-                self._log, self._aside = self._aside, None
-            else:
-                reports = [Report.decode(content) for content in decisions]
-                entries = next_log(self._log.entries, reports, self._unanimous)
+            if self._is_aside:
+                self._log, self._aside, self._is_aside = self._aside, None, False
+                self._play_asked()
+                return
+            played, has_log = self._played_now(), self._log is not None
+            self._log, self._trace, self._patience_s = None, [], None
+            self._proposals.clear()
+            if self._paused_steps:
+                self._paused_steps -= 1
+                return
+            reports = [Report.decode(content) for content in decisions]
+            entries = next_log(played, reports, self._unanimous)
+            if entries is None or self._step <= _FIRST_STEPS:
+                return
+            if entries:
+                self._pause = 1
                 self._log, self._log_step = AgreedLog(entries), self._step
-                self._patience_s = None
-                self._proposals.clear()
-            self._play_asked()
+                self._play_asked()
+            elif not has_log and any(report.lacking for report in reports):
+                self._paused_steps, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSED)
 
     def set_aside(self) -> None:
         """Keeps the choice of `sync_weights` for its next call: the step has yet to be made. Until
         then this rank proposes nothing. All ranks call it."""
         with self._changed:
-            self._log, self._aside = AgreedLog(()), self._log
+            self._log, self._aside, self._is_aside = None, self._log, True
 
-    def on_message(self, content: bytes) -> None:
+    # -- Words -------------------------------------------------------------------------------------
+
+    def _send_message(self, verb: Verb, key: Key) -> None:
+        """Sends a control message to the coordinator. With the lock, so that messages keep their
+        order.
+        """
+        if self._coordinator is None:
+            self._tell(0, verb, self._step, key)
+        else:
+            self._pass_on(self._coordinator.on_message(0, verb, self._step, key))
+
+    def on_message(self, rank: int, content: bytes) -> None:
         """Takes a control message of another rank, in the thread that serves that rank."""
+        code, step, *numbers = _WORD.unpack(content)
+        verb, key = Verb(code), (numbers[0], numbers[1], numbers[2])
         with self._changed:
-            self._played = max(self._played, _PLAY.unpack(content))
-            self._play_asked()
+            if verb in (Verb.BEGIN, Verb.CANCEL):
+                self._take(verb, key)
+            elif verb is Verb.PLAY:
+                self._played = max(self._played, (step, key[2]))
+                self._play_asked()
+            else:
+                assert self._coordinator is not None
+                self._pass_on(self._coordinator.on_message(rank, verb, step, key))
+
+    def _pass_on(self, decisions: list[Decision]) -> None:
+        """Sends decisions, with the lock: every rank receives them in one order."""
+        for decision in decisions:
+            for rank in decision.ranks:
+                if rank == self._transport.rank:
+                    self._take(decision.verb, decision.key)
+                else:
+                    self._tell(rank, decision.verb, decision.step, decision.key)
+
+    def _tell(self, rank: int, verb: Verb, step: int, key: Key) -> None:
+        self._counters.add("ranks_control_messages", 1)
+        self._transport.tell(rank, _WORD.pack(verb, step, *key))
 
     def _ask_to_play(self, number: int) -> None:
         """Asks all ranks to issue the entries of the log before `number`, with the lock."""
         for rank in range(self._transport.count):
             if rank != self._transport.rank:
-                self._counters.add("ranks_control_messages", 1)
-                self._transport.tell(rank, _PLAY.pack(self._log_step, number))
+                self._tell(rank, Verb.PLAY, self._log_step, (0, 0, number))
 
     def _play_asked(self) -> None:
         step, number = self._played
-        if step == self._log_step:
-            self._play(number)
+        if self._log is not None and step == self._log_step:
+            self._log.require(number)
+            self._play()
+
+    def _take(self, verb: Verb, key: Key) -> None:
+        proposal = self._pending.pop(key)
+        proposal.answer = verb
+        if verb is Verb.BEGIN:
+            self._num_begun += 1
+            self._begun.put(proposal)
+            if self._log is None:
+                proposal.index = len(self._trace)
+                self._trace.append(LogEntry(key, proposal.size))
+            self._counters.add("ranks_collectives", 1)
+        else:
+            proposal.act = None
+            self._counters.add("ranks_cancelled", 1)
+        self._changed.notify_all()
 
     # -- Operations --------------------------------------------------------------------------------
 
-    # INV-22: operations begin in the order of the log.
+    # INV-22: operations begin in the order of the coordinator.
     def _run(self) -> None:
         try:
             self._begin_thread()
@@ -359,7 +464,7 @@ class Collectives:
         copy = proposal.act()
         with self._changed:
             # No other log takes its place before `_num_begun` falls.
-            if copy is not None:
+            if copy is not None and self._log is not None:
                 if not self._under_way:
                     self._waits_since_s = time.monotonic()
                 self._under_way.append((self._log_step, copy))
@@ -387,7 +492,7 @@ class Collectives:
         if self._under_way and now_s - self._waits_since_s > patience_s:
             with self._changed:
                 # One of an earlier log has been issued by all ranks: it is only slow.
-                if self._under_way[0][0] == self._log_step:
+                if self._log is not None and self._under_way[0][0] == self._log_step:
                     self._patience_s, self._waits_since_s = _WATCH_S, now_s
                     self._ask_to_play(self._log.head)
 

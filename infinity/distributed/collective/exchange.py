@@ -128,6 +128,14 @@ def choose_round(
     return buffers
 
 
+@dataclass(frozen=True, slots=True)
+class SumLayout:
+    """The dtype of an exchange of gradients, and the most elements that a rank owns of them."""
+
+    dtype: torch.dtype
+    numel: int
+
+
 class _Gathers(NamedTuple):
     """The gathers of one process group: its ranks, and the bytes of each in a round."""
 
@@ -189,7 +197,7 @@ class DeviceExchange:
         most = self._sum_part_nbytes // torch.float32.itemsize
         return [
             *copies,
-            *(self.sum_nothing(torch.float32, n) for n in sorted({1, most})),
+            *(self.sum_nothing(SumLayout(torch.float32, n)) for n in sorted({1, most})),
         ]
 
     def take(self, region: Region) -> None:
@@ -205,34 +213,52 @@ class DeviceExchange:
 
     def gather(
         self,
-        region: Region | None,
+        region: Region,
         local: torch.Tensor,
         ranges: Sequence[PlacedRange],
-        decoding: Decoding | None = None,
         *,
         is_of_node: bool = False,
     ) -> tuple[StreamCopy, StreamCopy]:
         """Issues the all-gather of a unit's weights into `region`, which has its memory.
 
         local: this rank's part, uint8, on the host or on the device
-        decoding: of the unit's stored bytes, which are gathered and decoded into `region`. Without
-            a region they stay in the memory that it names, and are decoded later
         is_of_node: the ranks of each node gather by themselves
         Returns two copies: the arrival of all parts, as of `attach`, and the end of reads of
         `local`.
         """
-        if decoding is None:
-            assert isinstance(region, ResizedRegion)
-            full = region.content
-            copies = self._gather(full, local, ranges, is_of_node, made=region)
-            self._device.note_use(region, self._link)
-            return copies
-        streams = [self._link] if region is None else [self._link, self._device.decoder]
+        assert isinstance(region, ResizedRegion)
+        full = region.content
+        copies = self._gather(full, local, ranges, is_of_node, made=region)
+        self._device.note_use(region, self._link)
+        return copies
+
+    def gather_decoded(
+        self,
+        region: Region,
+        local: torch.Tensor,
+        ranges: Sequence[PlacedRange],
+        decoding: Decoding,
+        *,
+        is_of_node: bool = False,
+    ) -> tuple[StreamCopy, StreamCopy]:
+        """As `gather`, of a unit's stored bytes, which are decoded into `region`."""
+        streams = self._link, self._device.decoder
         with self._device.using_staging(decoding.memory, *streams) as staging:
-            copies = self._gather(staging.content, local, ranges, is_of_node, made=staging)
-            if region is None:
-                return copies
-            return self._device.decode(region, staging, decoding, self._link), copies[1]
+            _, departure = self._gather(staging.content, local, ranges, is_of_node, made=staging)
+            return self._device.decode(region, staging, decoding, self._link), departure
+
+    def gather_ahead(
+        self,
+        local: torch.Tensor,
+        ranges: Sequence[PlacedRange],
+        memory: int,
+        *,
+        is_of_node: bool = False,
+    ) -> tuple[StreamCopy, StreamCopy]:
+        """As `gather`, of a unit's stored bytes, into a memory of the device for bytes that are
+        decoded later."""
+        with self._device.using_staging(memory, self._link) as staging:
+            return self._gather(staging.content, local, ranges, is_of_node, made=staging)
 
     def gather_in_place(
         self,
@@ -348,7 +374,7 @@ class DeviceExchange:
         *,
         ready: Sequence[Event],
         owner: Stream,
-        present: torch.Tensor,
+        present: torch.Tensor | None = None,
     ) -> StreamCopy:
         """Issues the exchange of gradients and the sums of the parts that this rank owns.
 
@@ -356,34 +382,37 @@ class DeviceExchange:
         mean: fp32; gets the sum over ranks divided by their number, one tensor after the other
         ready: the event behind the work that makes the tensors
         owner: the stream whose memory the tensors are; they are kept until the result is waited for
-        present: bool on the host, by rank; gets whether the rank took part with gradients
+        present: bool on the host, by rank; gets whether the rank took part with gradients. None
+            where every rank does
 
         Sums follow the tree of distributed/sums/ordered_sum.py: they have the bits of gradients
         that are sent one by one.
         """
         for event in ready:
             self._sum_link.wait_event(event)
-        dtype = next(tensor.dtype for tensors in gradients for tensor in tensors)
-        most_numel = max(sum(tensor.numel() for tensor in tensors) for tensors in gradients)
-        for start, numel in self._sum_rounds(dtype, most_numel):
-            self._sum_round(gradients, mean, start, numel, dtype)
-        self._exchange_presence(present, is_present=True)
+        layout = SumLayout(
+            next(tensor.dtype for tensors in gradients for tensor in tensors),
+            max(sum(tensor.numel() for tensor in tensors) for tensors in gradients),
+        )
+        for start, numel in self._sum_rounds(layout):
+            self._sum_round(gradients, mean, start, numel, layout.dtype)
+        if present is not None:
+            self._exchange_presence(present, is_present=True)
         kept = [mean, *(tensor for tensors in gradients for tensor in tensors)]
         return self._device.watch_link(self._sum_link, kept, owner=owner)
 
-    def sum_nothing(self, dtype: torch.dtype, most_numel: int) -> StreamCopy:
-        """Takes part in the exchange of gradients of other ranks, without gradients. `most_numel`:
-        the most elements that a rank owns of them."""
-        for _, numel in self._sum_rounds(dtype, most_numel):
-            self._sum_round(None, None, 0, numel, dtype)
+    def sum_nothing(self, layout: SumLayout) -> StreamCopy:
+        """Takes part in the exchange of gradients of other ranks, without gradients."""
+        for _, numel in self._sum_rounds(layout):
+            self._sum_round(None, None, 0, numel, layout.dtype)
         present = self.host_flags()
         self._exchange_presence(present, is_present=False)
         return self._device.watch_link(self._sum_link, present)
 
-    def _sum_rounds(self, dtype: torch.dtype, most_numel: int) -> Iterator[tuple[int, int]]:
-        at_once = self._sum_part_nbytes // dtype.itemsize
-        for start in range(0, most_numel, at_once):
-            yield start, min(at_once, most_numel - start)
+    def _sum_rounds(self, layout: SumLayout) -> Iterator[tuple[int, int]]:
+        at_once = self._sum_part_nbytes // layout.dtype.itemsize
+        for start in range(0, layout.numel, at_once):
+            yield start, min(at_once, layout.numel - start)
 
     def _sum_round(
         self,

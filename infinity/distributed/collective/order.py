@@ -1,9 +1,21 @@
 """The order in which ranks begin the collective operations of a step. Pure: no clock, no thread.
 
-A collective operation needs every rank, and a rank that takes another path through the model never
-enters it. The *agreed log* is the order of what ranks wanted in an earlier step, the same on all
-ranks. Every rank issues all of its entries in its order, without a message; what is not in it takes
-the host path. An entry is issued when this rank
+Without a log the `Coordinator`, on rank 0, begins an operation when every rank has proposed it. A
+collective operation needs every rank, and a rank that takes another path through the model never
+enters it. So no rank begins an operation alone. A rank *proposes* it and continues; the coordinator
+begins it when the last proposal has come, and sends this decision to all ranks in one order. A
+proposal that cannot be matched is cancelled, and its ranks take the host path. A proposal cannot be
+matched if
+
+* a rank is done with the step and has not proposed it;
+* every rank is done or waits for a proposal of its own: none of these would ever be matched;
+* a rank withdraws it after a wait. A rank that has not proposed it by then is *absent*: no rank
+  waits long for it again until it sends a message.
+
+As in Horovod (Sergeev and Del Balso, 2018) one rank decides the order; cancelling is new.
+
+The *agreed log* is the order of what ranks wanted in an earlier step, the same on all ranks. Every
+rank issues all of its entries in its order, without a message. An entry is issued when this rank
 has proposed it. It is issued without a proposal, by a stand-in, when this rank cannot propose it
 any more before something that it waits for. After the step, ranks tell each other what they missed
 of the log and what they lacked in it (`Report`), which makes the next log (`next_log`).
@@ -16,7 +28,8 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy
@@ -27,7 +40,7 @@ Key = tuple[int, int, int]
 # An entry that was of no use in so many steps running is left out.
 PATIENT_STEPS = 4
 # A rank reports no more lacking operations than this of one step.
-MOST_LACKING = 1024
+MOST_LACKING = 256
 _DIGEST_NBYTES = 8
 _HEAD = struct.Struct(f"<{_DIGEST_NBYTES}sI")  # Digest, bytes of what was missed.
 _LACKING = struct.Struct("<IIIQQ")  # Place, key, size.
@@ -128,7 +141,7 @@ class AgreedLog:
             is_bound = self.head in self._bound
             if not is_bound and self.head >= self._required:
                 return
-            entry = self.entries[self.head]  # INV-22: every rank issues each one, in order.
+            entry = self.entries[self.head]
             if is_bound:
                 del self._bound[self.head], self._places[entry.key]
             else:
@@ -178,17 +191,17 @@ def report_of(
 
 def next_log(
     played: Sequence[LogEntry], reports: Sequence[Report], unanimous: Collection[int]
-) -> tuple[LogEntry, ...]:
+) -> tuple[LogEntry, ...] | None:
     """Returns the log behind a step in which all ranks issued `played`, from what they report.
 
     It is what was of use: an operation that at least half of the ranks proposed; of the kinds in
     `unanimous`, one that all ranks proposed. Of what had no entry, all that was of use gets one. An
     entry stays until it was of no use in PATIENT_STEPS steps running: one step of another path, or
-    without a batch, costs the log nothing. The log is empty if ranks have not played the same.
+    without a batch, costs the log nothing. None: the ranks have not played the same.
     """
     digest = digest_of(played)
     if any(report.digest != digest for report in reports):
-        return ()
+        return None
     count = len(reports)
 
     def is_of_use(key: Key, num_ranks: int) -> bool:
@@ -267,3 +280,96 @@ def _bits(mask: int, count: int) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
     content = (mask & (1 << count) - 1).to_bytes((count + 7) // 8, "little")
     packed = numpy.frombuffer(content, numpy.uint8)
     return numpy.unpackbits(packed, count=count, bitorder="little")
+
+
+class Verb(IntEnum):
+    """The control messages between ranks and the coordinator."""
+
+    PROPOSE = 1
+    AWAIT = 2  # The rank waits for the answer to its proposal.
+    WITHDRAW = 3
+    DONE = 4  # The rank proposes nothing more in this step.
+    BEGIN = 5  # To all ranks, each of which has proposed it.
+    CANCEL = 6  # To those that have.
+    PLAY = 7  # To all ranks: issue the entries of the agreed log before this number.
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A decision for `ranks`: BEGIN or CANCEL."""
+
+    verb: Verb
+    step: int
+    key: Key
+    ranks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Step:
+    """The proposals of one step that are not answered."""
+
+    proposals: dict[Key, set[int]] = field(default_factory=dict)
+    awaited: dict[int, Key] = field(default_factory=dict)  # By rank.
+    done: set[int] = field(default_factory=set)
+    absent: set[int] = field(default_factory=set)
+
+
+class Coordinator:
+    """Answers the proposals of `count` ranks. Not thread-safe.
+
+    A rank repeats a proposal only after the last one of that key was answered.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count  # Of ranks.
+        # A rank may be in the next step before the coordinator knows that all ranks are done.
+        self._steps: dict[int, _Step] = {}
+
+    def on_message(self, rank: int, verb: Verb, step: int, key: Key) -> list[Decision]:
+        """Takes a control message. The messages of one rank come in the order in which it sent
+        them.
+        """
+        # INV-22: an operation begins only when every rank has proposed it.
+        now = self._steps.setdefault(step, _Step())
+        answers: list[Decision] = []
+        if verb is not Verb.WITHDRAW:
+            now.absent.discard(rank)
+        if verb is Verb.PROPOSE:
+            proposed_by = now.proposals.setdefault(key, set())
+            assert rank not in proposed_by and rank not in now.done
+            proposed_by.add(rank)
+            if len(proposed_by) == self._count:
+                answers.append(self._answer(step, key, Verb.BEGIN))
+            elif not now.done <= proposed_by:
+                answers.append(self._answer(step, key, Verb.CANCEL))
+        elif verb is Verb.DONE:
+            now.done.add(rank)
+            lacking = [proposal for proposal, ranks in now.proposals.items() if rank not in ranks]
+            answers += [self._answer(step, proposal, Verb.CANCEL) for proposal in lacking]
+        elif rank in now.proposals.get(key, ()):  # Else it was answered on the way.
+            if verb is Verb.WITHDRAW:
+                if rank in now.awaited:
+                    now.absent.update(set(range(self._count)) - now.proposals[key])
+                answers.append(self._answer(step, key, Verb.CANCEL))
+            else:
+                now.awaited[rank] = key
+        answers += self._resolve_deadlock(step)
+        if len(now.done) == self._count and not now.proposals:
+            del self._steps[step]
+        return answers
+
+    def _resolve_deadlock(self, step: int) -> list[Decision]:
+        now = self._steps[step]
+        idle = now.awaited.keys() | now.done | now.absent
+        if len(idle) < self._count:
+            return []
+        hopeless = list(dict.fromkeys(now.awaited.values()))
+        return [self._answer(step, key, Verb.CANCEL) for key in hopeless]
+
+    def _answer(self, step: int, key: Key, verb: Verb) -> Decision:
+        now = self._steps[step]
+        ranks = tuple(sorted(now.proposals.pop(key)))
+        for rank in ranks:
+            if now.awaited.get(rank) == key:
+                del now.awaited[rank]
+        return Decision(verb, step, key, ranks)

@@ -57,14 +57,8 @@ class AllGather:
         return self._collectives.settle(self._proposal, is_patient=is_patient and may_wait)
 
 
-class DeviceUnshard(WeightProvider):
-    """All-gathers of weights between the devices of all ranks. Training thread.
-
-    A unit's feeder is this rank's shard of it; the rest comes from the devices of the other ranks.
-    For training passes only, which all ranks enter together. Other passes belong to one rank.
-    """
-
-    may_change_attached = False  # Other devices read the host blocks.
+class DeviceUnshard:
+    """All-gathers of weights between the devices of all ranks. Training thread."""
 
     def __init__(
         self,
@@ -74,11 +68,8 @@ class DeviceUnshard(WeightProvider):
         exchange: DeviceExchange,
         counters: Counters,
     ) -> None:
-        # A step changes what every rank gathers.
-        super().__init__(is_outdated_by_step=store.partition.shards_parameters)
         self._store = store
         self._partition = store.partition
-        self._is_training = False
         self._collectives = collectives
         self._exchange = exchange
         self._counters = counters
@@ -102,32 +93,18 @@ class DeviceUnshard(WeightProvider):
         """Whether devices exchange weights at all."""
         return self._collectives.is_on
 
-    def _shard_of(self, unit: int) -> int:
-        """Returns the index of the unit's shard of this rank: those of shards follow all units."""
+    def covers(self, unit: int) -> bool:
+        """Whether the unit is divided over ranks, so that devices may exchange it."""
+        return self._partition.shards_parameters and unit < len(self._partition.full_units)
+
+    def shard_of(self, unit: int) -> int:
+        """Returns the index of the unit's shard of this rank."""
         return len(self._partition.full_units) + unit
 
-    @override
-    def feeders(self) -> Mapping[int, int]:
-        num_units = len(self._partition.full_units)
-        covered = range(num_units) if self._partition.shards_parameters else ()
-        return {self._shard_of(unit): unit for unit in covered}
-
-    @override
-    def note_pass(self, *, is_training: bool) -> None:
-        self._is_training = is_training
-
-    @override
-    def feeder_of(self, unit: int) -> int | None:
-        is_divided = self._partition.shards_parameters and unit < len(self._partition.full_units)
-        if not (self._is_training and self.is_on and is_divided):
-            return None
-        return self._shard_of(unit)
-
-    @override
     def take_outdated(self, unit: int) -> bool:
+        """See `WeightProvider.take_outdated`."""
         return self._store.take_rewritten(unit)
 
-    @override
     def begin(
         self,
         unit: int,
@@ -135,24 +112,31 @@ class DeviceUnshard(WeightProvider):
         local: torch.Tensor,
         reading: Transfer | None,
         decoding: Decoding | None,
-    ) -> Arrival:
+        may_wait: Callable[[], bool],
+    ) -> AllGather:
+        """See `WeightProvider.begin`; `may_wait`: of `AllGather`."""
         ranges = self._ranges(unit)
         is_of_node = self._partition.is_of_node(unit)
         if region is not None:
             self._exchange.take(region)
 
         def issue() -> tuple[Copy, Copy]:
-            self._store.pending.await_update(self._shard_of(unit))
+            self._store.pending.await_update(self.shard_of(unit))
             if reading is not None:
                 reading.wait()
             self._count(unit)
-            return self._exchange.gather(region, local, ranges, decoding, is_of_node=is_of_node)
+            if region is None:
+                assert decoding is not None
+                memory = decoding.memory
+                return self._exchange.gather_ahead(local, ranges, memory, is_of_node=is_of_node)
+            if decoding is None:
+                return self._exchange.gather(region, local, ranges, is_of_node=is_of_node)
+            return self._exchange.gather_decoded(
+                region, local, ranges, decoding, is_of_node=is_of_node
+            )
 
         try:
-            # It waits for other ranks only in a training pass.
-            return AllGather(
-                self._collectives, (_GATHERING, unit, 0), issue, lambda: self._is_training
-            )
+            return AllGather(self._collectives, (_GATHERING, unit, 0), issue, may_wait)
         except BaseException:
             if region is not None:
                 self._exchange.give_back(region)  # The unit stays absent: the next use takes it.
@@ -193,3 +177,55 @@ class DeviceUnshard(WeightProvider):
                 nbytes = sum(part.nbytes for part in self._partition.served(shard))
                 self._counters.add("ranks_gathered_nbytes", nbytes)
                 self._store.count_elsewhere(shard.rank, nbytes)
+
+
+class UnshardedWeights(WeightProvider):
+    """A `WeightProvider` over ranks. A unit's feeder is this rank's shard of it; the rest comes
+    from the devices of the other ranks.
+
+    For training passes only, which all ranks enter together. Other passes belong to one rank.
+    """
+
+    may_change_attached = False  # Other devices read the host blocks.
+
+    def __init__(
+        self, unshard: DeviceUnshard, num_units: int, *, is_outdated_by_step: bool
+    ) -> None:
+        """`num_units`: the number of the model's units, whose indices precede those of shards."""
+        super().__init__(is_outdated_by_step=is_outdated_by_step)
+        self._unshard = unshard
+        self._num_units = num_units
+        self._is_training = False
+
+    @override
+    def feeders(self) -> Mapping[int, int]:
+        covered = (unit for unit in range(self._num_units) if self._unshard.covers(unit))
+        return {self._unshard.shard_of(unit): unit for unit in covered}
+
+    @override
+    def note_pass(self, *, is_training: bool) -> None:
+        self._is_training = is_training
+
+    @override
+    def feeder_of(self, unit: int) -> int | None:
+        if not (self._is_training and self._unshard.is_on and self._unshard.covers(unit)):
+            return None
+        return self._unshard.shard_of(unit)
+
+    @override
+    def take_outdated(self, unit: int) -> bool:
+        return self._unshard.take_outdated(unit)
+
+    @override
+    def begin(
+        self,
+        unit: int,
+        region: Region | None,
+        local: torch.Tensor,
+        reading: Transfer | None,
+        decoding: Decoding | None,
+    ) -> Arrival:
+        # It waits for other ranks only in a training pass.
+        return self._unshard.begin(
+            unit, region, local, reading, decoding, lambda: self._is_training
+        )
