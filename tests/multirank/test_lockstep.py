@@ -58,7 +58,7 @@ def _train(
     for step, word in enumerate(PROGRAM):
         collectives.PATIENCE_S = 0.3 if word in WAITING else 10.0
         if ranks._collectives is not None:
-            is_agreed.append(bool(ranks._collectives._log.entries))
+            is_agreed.append(ranks._collectives.is_in_lockstep)
         if word == "evaluate" and odd:
             with torch.no_grad():
                 model(batch(5, width))
