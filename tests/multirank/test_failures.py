@@ -72,7 +72,7 @@ def _die_in(
     optimizer = infinity.AdamW(model, lr=LR)
     for step in range(case.steps):
         if rank == VICTIM and step == death_step:
-            assert death_step == 1 or engine.ranks._collectives._log.entries  # type: ignore[union-attr]
+            assert death_step == 1 or engine.ranks._collectives.is_in_lockstep  # type: ignore[union-attr]
             if phase == "forward":
                 model.blocks[1].register_forward_pre_hook(die)
             elif phase == "backward":

@@ -38,7 +38,7 @@ def _load(rank: int, directory: str, exchange: str) -> tuple[bool, list[float], 
             engine.weight_cache.prefetch_anew = lambda: None  # type: ignore[method-assign]
         step(number)
     ranks: Any = engine.ranks
-    has_log = exchange == "one_sided" or ranks._collectives._log.entries
+    has_log = exchange == "one_sided" or ranks._collectives.is_in_lockstep
     infinity.checkpoint.load(saved, model, optimizer)
     losses = [step(number) for number in range(2)]
     found = read_weights(model)
