@@ -213,7 +213,7 @@ def find_files(path: Path) -> dict[Path, list[str]]:
             "`infinity convert` makes safetensors of pytorch_model.bin and of GGUF files"
         )
     names_in: dict[str, list[str]] = {}
-    for name, file_name in _read_weight_map(index).items():
+    for name, file_name in read_weight_map(index).items():
         names_in.setdefault(file_name, []).append(name)
     files = {path / file_name: names for file_name, names in names_in.items()}
     for file, names in files.items():
@@ -228,7 +228,9 @@ def find_files(path: Path) -> dict[Path, list[str]]:
     return files
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Returns the file of every tensor, from the index of a sharded checkpoint. Raises
+    CorruptionError for one without such a table, StorageError."""
     try:
         table = table_of(read_json(index), "it")
         weight_map = table_of(field(table, "weight_map"), "weight_map")

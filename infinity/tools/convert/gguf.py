@@ -150,7 +150,7 @@ def _plan(source: GgufSource, say: Callable[[str], None]) -> DirectoryPlan:
         shape = tuple(expected[target].shape)
         shard = _shard_name(file_of[tensors[0].name], len(source.files))
         outcome = _planned(target, shape, tensors, processor)
-        plan.shards.setdefault(shard, []).append((target, outcome))
+        plan.add(shard, target, outcome)
     return plan
 
 

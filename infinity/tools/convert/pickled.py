@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from infinity.bounded import MalformedError, field, plain_name, read_json, table_of
 from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
-from infinity.checkpoint.huggingface.weight_tensors import read_config
+from infinity.checkpoint.huggingface.weight_tensors import read_config, read_weight_map
 from infinity.errors import ConfigError, corrupt
 from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor
 
@@ -43,13 +42,7 @@ def _files_of(directory: Path) -> list[Path]:
         return [directory / _SINGLE]
     if not index.is_file():
         raise ConfigError(f"{directory} has neither {_SINGLE} nor {_INDEX}")
-    try:
-        weight_map = table_of(field(table_of(read_json(index), "it"), "weight_map"), "weight_map")
-        names = {
-            plain_name(file, f"the file of tensor {name!r}") for name, file in weight_map.items()
-        }
-    except MalformedError as error:
-        raise corrupt(str(index), f"no weight_map can be read: {error}") from None
+    names = set(read_weight_map(index).values())
     for name in names:
         if not (directory / name).is_file():
             raise ConfigError(f"{directory} has no {name}, which {_INDEX} names: copy it again")
