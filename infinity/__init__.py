@@ -101,4 +101,6 @@ def __getattr__(name: str) -> Any:
     from infinity.config.extras import require_release
 
     require_release("torch", "infinity")
-    return getattr(importlib.import_module("infinity.api"), name)
+    # Kept: the check reads the metadata of torch, a millisecond for each `infinity.gather`.
+    globals()[name] = found = getattr(importlib.import_module("infinity.api"), name)
+    return found
