@@ -22,7 +22,9 @@ Note [Staged ahead]
   their stored bytes, which are a fraction of them, go to the device while it computes, to memory
   that the unit holds (`staged`). They are decoded when the unit before has ended. If there is space
   for the decoded weights, they are decoded at once. There are two memories, which take turns: the
-  bytes of one unit come while those of another are decoded.
+  bytes of one unit come while those of another are decoded. Ranks issue all-gathers in an order of
+  their own, so one that was begun earlier may come behind the staged bytes. Bytes are therefore
+  never staged in a memory that an all-gather still has to pass.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class WeightDecoding:
         self._staged: Weights | None = None
         self._memory = 0  # Of the device, for stored bytes: the last that was taken.
         self._staged_memory = 0
+        self._passing: dict[int, int] = {}  # Memories of all-gathers that are not settled, by unit.
         self._plans: dict[int, DecodePlan] = {}  # By unit.
 
     def prepare(self, zone_nbytes: int, *, has_second_memory: bool) -> None:
@@ -173,7 +176,12 @@ class WeightDecoding:
 
     def can_stage(self, unit: Unit) -> bool:
         """Whether the unit's stored bytes could go to the device ahead of their space there."""
-        return self._has_second_memory and unit.stored is not None
+        return self._has_second_memory and unit.stored is not None and self._lendable() is not None
+
+    def _lendable(self) -> int | None:
+        """A memory that no all-gather has yet to pass; first that which was not the last taken."""
+        both = (1 - self._memory, self._memory)
+        return next((memory for memory in both if memory not in self._passing.values()), None)
 
     @property
     def staged(self) -> Weights | None:
@@ -182,9 +190,10 @@ class WeightDecoding:
 
     def lend_staging(self, weights: Weights) -> int:
         """Gives the unit such memory. No other unit holds any."""
-        assert self._staged is None and self.can_stage(weights.unit)
-        self._staged, self._staged_memory = weights, self._take_memory()
-        return self._staged_memory
+        memory = self._lendable()
+        assert self._staged is None and self.can_stage(weights.unit) and memory is not None
+        self._staged, self._staged_memory, self._memory = weights, memory, memory
+        return memory
 
     def _take_memory(self) -> int:
         """Returns the memory that was not the last to be taken, if no unit holds it."""
@@ -196,6 +205,15 @@ class WeightDecoding:
     def free_staging(self) -> None:
         """Takes the memory back: what was issued for it comes before the next use."""
         self._staged = None
+
+    def begin_pass(self, weights: Weights, memory: int) -> None:
+        """Notes that an all-gather passes a memory on its way to the unit's region, whenever the
+        ranks issue it, until `end_pass`."""
+        self._passing[weights.unit.index] = memory
+
+    def end_pass(self, weights: Weights) -> None:
+        """The unit's all-gather is issued, or never will be."""
+        self._passing.pop(weights.unit.index, None)
 
     def attach(self, weights: Weights) -> Copy:
         """Fills the region with the weights made of the stored bytes in the host block, or of those

@@ -366,6 +366,8 @@ class WeightMoves:
         block = feeder.block
         local = feeder.region.content if block is None else self.pool.tensor(block)
         weights.arrival = self.source.begin(unit.index, region, local, feeder.reading, decoding)
+        if decoding is not None and region is not None:
+            self.decoding.begin_pass(weights, decoding.memory)
         weights.feeder, feeder.fills = feeder, weights
         weights.state = WeightState.ARRIVING
 
@@ -379,6 +381,7 @@ class WeightMoves:
                 is_there = arrival.settle(is_patient=is_patient)
         finally:
             weights.arrival = weights.feeder = feeder.fills = None
+            self.decoding.end_pass(weights)
             is_staged = self.decoding.staged is weights
             weights.state = WeightState.STAGED if is_staged else WeightState.ATTACHED
             if is_there:
