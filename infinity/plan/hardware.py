@@ -20,6 +20,7 @@ GbPerS = Annotated[float, Field(gt=0)]
 
 _SOCKETS_SHARE = 8  # See Host.
 _GIGA = 1e9
+UNSURE = "; unsure: "  # In a source, before rates that another moment may measure otherwise.
 
 
 class Host(Table):

@@ -205,7 +205,7 @@ class ShardFiles:
         try:
             for identity in identities:
                 refuse_changed(identity)
-                file = self._files[identity.path] = _open(engine, identity.path)
+                file = self._files[identity.path] = open_shard(engine, identity.path)
                 self._directories[file] = os.path.dirname(os.path.realpath(identity.path))
         except BaseException:
             self.close()
@@ -285,7 +285,7 @@ class _NamedRead(WrappedTicket):
             raise self._files.explain(error, self._label) from None
 
 
-def _open(engine: StorageEngine, path: str) -> int:
+def open_shard(engine: StorageEngine, path: str) -> int:
     """Opens a file past the page cache, or through it where the file system has no O_DIRECT."""
     try:
         return engine.open(path, direct=True, read_only=True)

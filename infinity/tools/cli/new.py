@@ -15,7 +15,6 @@ from infinity.errors import ConfigError
 from infinity.tools.cli.options import HardwareName, Quiet, with_options
 
 if TYPE_CHECKING:
-    from infinity.config import SwapConfig
     from infinity.plan.directory import ModelDirectory
     from infinity.plan.hardware import Hardware
     from infinity.plan.predict import Forecast
@@ -224,34 +223,16 @@ def _decide(
 ) -> tuple[Hardware, Draft, Forecast]:
     from rich.console import Console
 
-    from infinity.plan import forecast, load_hardware
-    from infinity.plan.model import model_for
-    from infinity.simulate.job import batch_of
-    from infinity.tools.plan.draft import draft, fitted_draft
-    from infinity.tools.plan.measure import measure, with_checkpoint_drives
-    from infinity.tools.training.settle import settle
+    from infinity.plan import load_hardware
+    from infinity.tools.plan.decide import decide
+    from infinity.tools.plan.measure import measure_all
 
-    first = settle(draft(wish, None, spills=bool(wish.swap)).config)
-    model = model_for(first, directory.shape, directory.stored)
     if asked.hardware is not None:
         machine = load_hardware(asked.hardware)
-    else:
-        console = Console(stderr=True, quiet=asked.quiet or asked.as_json)
-        with console.status("measuring this machine"):
-            machine = measure(first, model, batch_of(first))
-            if directory.files and first.adapter is not None:
-                machine = with_checkpoint_drives(machine, directory.files)
-    drives = directory.num_drives if directory.files and asked.hardware is not None else None
-
-    def forecaster(config: SwapConfig) -> Forecast:
-        settled = settle(config)
-        return forecast(
-            settled, model, machine, batch_of(settled), num_ranks=asked.ranks,
-            shard_drives=drives,
-        )  # fmt: skip
-
-    found, said = fitted_draft(wish, machine, forecaster)
-    return machine, found, said
+        return decide(wish, directory, lambda *_: machine)
+    console = Console(stderr=True, quiet=asked.quiet or asked.as_json)
+    with console.status("measuring this machine"):
+        return decide(wish, directory, measure_all)
 
 
 def _text(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> str:
@@ -289,7 +270,8 @@ def _answer_lines(wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
     if wish.data is None:
         return [*said, "How long your data take: infinity new with --data FILE."]
     what, took = _data_in_words(wish.data, wish.passes), found.steps * forecast.step.step_s
-    return [*said, f"Your data, {what}: {found.steps:,} steps, {duration(took)}."]
+    steps = f"{found.steps:,} step{'s' * (found.steps > 1)}"
+    return [*said, f"Your data, {what}: {steps}, {duration(took)}."]
 
 
 def _data_in_words(data: DataFacts, passes: int) -> str:

@@ -15,7 +15,7 @@ from infinity.config import SwapConfig
 from infinity.config.source import ConfigSource
 from infinity.errors import CapacityError
 from infinity.plan.capacity import most_decoded_nbytes
-from infinity.plan.hardware import Hardware
+from infinity.plan.hardware import UNSURE, Hardware
 from infinity.plan.predict import Forecast
 from infinity.sizes import GIB, MIB, align_up, format_nbytes
 from infinity.tools.plan.data_facts import DataFacts
@@ -314,4 +314,5 @@ def describe_machine(hardware: Hardware) -> str:
     if nvme is not None:
         read = nvme.checkpoint_read_gb_per_s or nvme.read_gb_per_s
         parts.append(f"drives that read {read:.3g} GB/s")
-    return f"{hardware.name}: {', '.join(parts)}"
+    unsure = hardware.source.partition(UNSURE)[2]
+    return f"{hardware.name}: {', '.join(parts)}" + (f" (unsure: {unsure})" if unsure else "")

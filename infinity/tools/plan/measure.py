@@ -10,7 +10,6 @@ the link to the device and its own updates.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import shutil
 import statistics
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from typing import get_args
 
@@ -29,18 +27,22 @@ from infinity.config import SwapConfig
 from infinity.config.machine import norm_threads, threads_here
 from infinity.config.schema.tiers import NvmeTier
 from infinity.engine.update_rates import time_updates
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StorageError
 from infinity.observe import Counters
 from infinity.ops.host_sums import add_
-from infinity.plan.hardware import Device, Hardware, Host, Nvme
+from infinity.plan.directory import ModelDirectory
+from infinity.plan.hardware import UNSURE, Device, Hardware, Host, Nvme
 from infinity.plan.model import PlannedModel
-from infinity.simulate.job import Batch, tuned_gb_per_s
-from infinity.sizes import MIB, PAGE_NBYTES, align_down
+from infinity.simulate.job import Batch, batch_of, tuned_gb_per_s
+from infinity.sizes import MIB, PAGE_NBYTES, align_down, format_nbytes
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.native_engine import open_configured
+from infinity.storage.protocol import Priority, Segment, StorageEngine
+from infinity.storage.shards import open_shard
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostPool
 from infinity.tiers.open_device import device_kind
+from infinity.tools.bench.measure import Contender, timed
 from infinity.tools.bench.memory import arena_to_device, optimizer_pass
 from infinity.tools.bench.scratch import bench_directory
 from infinity.tools.bench.transfer import FileSet, TransferKind, engine_transfer
@@ -52,17 +54,29 @@ _EXTENT_NBYTES = 16 * MIB
 _NUM_ROUNDS = 3
 _LEAST_S = 0.3
 _LONG_S = 1.0
+_UNSURE = 2.0  # The fastest round of a drive by the slowest.
+_TELLING_NBYTES = 64 * MIB
+_LEAST_GB_PER_S = 1e-3
 _LEAST_TOKENS = 128
 _MOST_PARAMS = 1 << 26  # Of the timed block: products of this size are as fast as larger ones.
 _MOST_FFN_RATIO = 16  # Stacked experts are far larger than the part that one token uses.
 _HEAD_DIM = 64
 
 
-def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
-    """Measures this machine, and the current CUDA device if the model computes there. Needs 256 MiB
-    of memory, twice that on each drive, and space for two blocks.
+def measure_all(config: SwapConfig, model: PlannedModel, directory: ModelDirectory) -> Hardware:
+    """`measure`, with the drives that hold the directory's files under an adapter."""
+    files = directory.files if config.adapter is not None else ()
+    return measure(config, model, batch_of(config), files)
 
-    Raises ConfigError for a CUDA device that is asked for and not there.
+
+def measure(
+    config: SwapConfig, model: PlannedModel, batch: Batch, files: Sequence[Path] = ()
+) -> Hardware:
+    """Measures this machine, and the current CUDA device if the model computes there. Needs 256 MiB
+    of memory, twice that on each drive, and space for two blocks. `files` are read where they lie.
+
+    Raises ConfigError for a CUDA device that is asked for and not there, and for a file that cannot
+    be read.
     """
     is_cuda = device_kind(config.tiers.device) == "cuda"
     dtype = getattr(torch, config.precision.compute_dtype)
@@ -71,7 +85,8 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
         torch.set_num_threads(config.train.threads)
     device = None
     with Arena(_ARENA_NBYTES, huge_pages=config.tiers.host.huge_pages) as arena:
-        nvme = _nvme(config, arena) if config.tiers.nvme else None
+        drives = _Drives(config, arena)
+        nvme = drives.nvme(files)
         found = None
         if not is_cuda:
             places = [_existing(tier.path) for tier in config.tiers.nvme]
@@ -94,7 +109,7 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
     return Hardware(
         name="this machine, " + (torch.cuda.get_device_name() if is_cuda else threads),
-        source="measured now",
+        source=drives.source,
         host=Host(
             memory=available_host_nbytes(),
             update_gb_per_s=found.update / 1e9,
@@ -113,19 +128,6 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
     )
 
 
-def _nvme(config: SwapConfig, arena: Arena) -> Nvme:
-    tiers = config.tiers.nvme
-    read, write, mixed = tuned_gb_per_s(tiers) or _measured(config, arena)
-    capacity = sum(_free_nbytes(tier) for tier in tiers)
-    return Nvme(
-        drives=len(tiers),
-        capacity=capacity,
-        read_gb_per_s=read,
-        write_gb_per_s=write,
-        mixed_gb_per_s=mixed,
-    )
-
-
 def _free_nbytes(tier: NvmeTier) -> int:
     return tier.capacity.resolve(shutil.disk_usage(_existing(tier.path)).free)
 
@@ -139,27 +141,112 @@ def _existing(path: Path) -> Path:
     return path.parent
 
 
-def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
-    """Returns GB/s of reading, writing and both at the same time, over all paths together."""
-    directories = [_existing(tier.path) for tier in config.tiers.nvme]
-    with (
-        bench_directory(arena, directories, _ARENA_NBYTES) as scratch,
-        open_configured(config.io, arena) as engine,
-    ):
-        files = FileSet(engine, scratch, arena)
-        read, write, mixed = (_transferred(kind, files) for kind in get_args(TransferKind))
-    return read, write, mixed
+class _Drives:
+    """Measures drives through the engine of a run, as `infinity bench` does. `unsure` says which
+    rates another moment would not repeat."""
+
+    def __init__(self, config: SwapConfig, arena: Arena) -> None:
+        self._config = config
+        self._arena = arena
+        self.unsure: list[str] = []
+
+    @property
+    def source(self) -> str:
+        """`Hardware.source`: that it is measured, and what another moment may measure otherwise."""
+        return "measured now" + (UNSURE + ", ".join(self.unsure) if self.unsure else "")
+
+    def nvme(self, files: Sequence[Path]) -> Nvme | None:
+        """Returns the drives of the swap directories, and the rate at which `files` are read. None
+        without either."""
+        tiers, read = self._config.tiers.nvme, None
+        if files:
+            read = self._of_files(files)
+        if tiers:
+            into, out, mixed = tuned_gb_per_s(tiers) or self._of_swap()
+            capacity = sum(_free_nbytes(tier) for tier in tiers)
+            return Nvme(
+                drives=len(tiers),
+                capacity=capacity,
+                read_gb_per_s=into,
+                write_gb_per_s=out,
+                mixed_gb_per_s=mixed,
+                checkpoint_read_gb_per_s=read,
+            )
+        if read is None:
+            return None
+        # No swap files: nothing is written.
+        return Nvme(
+            drives=1, capacity=0, read_gb_per_s=read, write_gb_per_s=read,
+            checkpoint_read_gb_per_s=read,
+        )  # fmt: skip
+
+    def _of_swap(self) -> tuple[float, float, float]:
+        """Returns GB/s of reading, writing and both at the same time, over all paths together."""
+        directories, arena = [_existing(tier.path) for tier in self._config.tiers.nvme], self._arena
+        with (
+            bench_directory(arena, directories, _ARENA_NBYTES) as scratch,
+            open_configured(self._config.io, arena) as engine,
+        ):
+            drives = FileSet(engine, scratch, arena)
+            read, write, mixed = (
+                self._rate(
+                    kind,
+                    engine_transfer(
+                        kind, drives, kind, nbytes=_ARENA_NBYTES, extent_nbytes=_EXTENT_NBYTES
+                    ),
+                )
+                for kind in get_args(TransferKind)
+            )
+        return read, write, mixed
+
+    def _of_files(self, files: Sequence[Path]) -> float | None:
+        """Returns GB/s of reading up to 256 MiB of these files with direct I/O, past the page
+        cache, all drives at once. None for files that are too small to tell, where a swap
+        directory on the same drive tells."""
+        with open_configured(self._config.io, self._arena) as engine:
+            try:
+                segments = _segments(engine, files, self._arena.address)
+            except StorageError as error:
+                raise ConfigError(f"{error}; expected a readable file") from None
+            nbytes = sum(segment.nbytes for segment in segments)
+            if nbytes < _TELLING_NBYTES:
+                places = {os.stat(_existing(tier.path)).st_dev for tier in self._config.tiers.nvme}
+                if places == {os.stat(file).st_dev for file in files}:
+                    return None
+                self.unsure.append(f"reads of only {format_nbytes(nbytes)}")
+
+            def read() -> None:
+                tickets = [engine.submit("read", [part], Priority.STATE) for part in segments]
+                for ticket in reversed(tickets):
+                    ticket.wait()
+
+            read()  # The first transfer finds cold metadata, and starts threads.
+            return max(self._rate("read", timed("files", nbytes, read)), _LEAST_GB_PER_S)
+
+    def _rate(self, what: str, transfer: Contender) -> float:
+        """Returns GB/s, over a time in which a drive that others use changes its rate."""
+        rates, begun_s = list[float](), time.perf_counter()
+        while len(rates) < _NUM_ROUNDS or time.perf_counter() - begun_s < _LONG_S:
+            rates.append(transfer.run().gb_per_s)
+        low, middle, high = min(rates), statistics.median(rates), max(rates)
+        if high > _UNSURE * low:
+            self.unsure.append(f"{what} {low:.2g} to {high:.2g} GB/s")
+        return middle
 
 
-def _transferred(kind: TransferKind, files: FileSet) -> float:
-    """Returns GB/s of the engine, over a time in which a drive that others use changes its rate."""
-    rates, begun_s = list[float](), time.perf_counter()
-    while len(rates) < _NUM_ROUNDS or time.perf_counter() - begun_s < _LONG_S:
-        transfer = engine_transfer(
-            kind, files, kind, nbytes=_ARENA_NBYTES, extent_nbytes=_EXTENT_NBYTES
-        )
-        rates.append(transfer.run().gb_per_s)
-    return statistics.median(rates)
+def _segments(engine: StorageEngine, files: Sequence[Path], address: int) -> list[Segment]:
+    """Returns extents of 16 MiB, file by file in turn, so that all drives are read at once; at
+    most as many bytes as the arena at `address` has."""
+    sizes = [align_down(os.stat(file).st_size, PAGE_NBYTES) for file in files]
+    opened = [open_shard(engine, str(file)) for file in files]
+    segments, used_nbytes = list[Segment](), 0
+    for at in range(0, max(sizes, default=0), _EXTENT_NBYTES):
+        for file, size in zip(opened, sizes, strict=True):
+            nbytes = min(_EXTENT_NBYTES, size - at, _ARENA_NBYTES - used_nbytes)
+            if nbytes > 0:
+                segments.append(Segment(file, at, address + used_nbytes, nbytes))
+                used_nbytes += nbytes
+    return segments
 
 
 def _sum_gb_per_s() -> float:
@@ -298,62 +385,3 @@ def measure_device(
         d2h_gb_per_s=out,
         update_gb_per_s=update / 1e9 if math.isfinite(update) else None,
     )
-
-
-_SLICE_NBYTES = 16 * MIB
-_NUM_SLICES = 64  # Of all files together, each read once: 1 GiB.
-_NUM_READERS = 8
-
-
-def with_checkpoint_drives(machine: Hardware, files: Sequence[Path]) -> Hardware:
-    """Returns the machine with the rate at which the drives of these files are read now.
-
-    Reads up to 1 GiB with direct I/O, past the page cache. Raises ConfigError if a file cannot be
-    read.
-    """
-    read = _read_gb_per_s(files)
-    if machine.nvme is not None:
-        nvme = machine.nvme.model_copy(update={"checkpoint_read_gb_per_s": read})
-    else:  # No swap files: nothing is written.
-        nvme = Nvme(
-            drives=1, capacity=0, read_gb_per_s=read, write_gb_per_s=read,
-            checkpoint_read_gb_per_s=read,
-        )  # fmt: skip
-    return machine.model_copy(update={"nvme": nvme})
-
-
-def _read_gb_per_s(files: Sequence[Path]) -> float:
-    begin_s = time.perf_counter()
-    try:
-        with ThreadPoolExecutor(_NUM_READERS) as pool:
-            nbytes = sum(pool.map(_read_slice, *zip(*_slices(files), strict=True)))
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; expected a readable file") from None
-    return max(nbytes / (time.perf_counter() - begin_s) / 1e9, 1e-3)
-
-
-def _slices(files: Sequence[Path]) -> list[tuple[Path, int]]:
-    """Returns files and offsets, file by file in turn, so that all drives are read at once."""
-    sizes = {file: os.stat(file).st_size for file in files}
-    found = []
-    for turn, file in enumerate(islice(cycle(files), _NUM_SLICES)):
-        offset = turn // len(files) * _SLICE_NBYTES
-        if offset < sizes[file]:
-            found.append((file, offset))
-    return found
-
-
-def _read_slice(file: Path, offset: int) -> int:
-    fd = _open(file)
-    try:
-        with mmap.mmap(-1, _SLICE_NBYTES) as buffer:  # Starts at a page, as direct I/O needs.
-            return os.preadv(fd, [buffer], align_down(offset, PAGE_NBYTES))
-    finally:
-        os.close(fd)
-
-
-def _open(file: Path) -> int:
-    try:
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError:  # A file system without direct I/O.
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)

@@ -14,7 +14,7 @@ from infinity.plan.model import PlannedModel, load_shape, model_for, model_of_mo
 from infinity.plan.predict import Forecast, forecast_again
 from infinity.plan.shapes import scaled_gpt
 from infinity.simulate.job import UNKNOWN_BATCH, Batch, batch_of
-from infinity.tools.plan.measure import measure, with_checkpoint_drives
+from infinity.tools.plan.measure import measure
 from infinity.tools.training.model import build_model, plan_model
 
 _SEQUENCE_LENGTH, _SEQUENCES = 2048, 16
@@ -85,10 +85,8 @@ def machine_for(
         # The drive that the checkpoint will be on.
         tier = NvmeTier.model_validate({"path": directory.path})
         config = changed(config, {"tiers.nvme": (tier,)})
-    machine = measure(config, model, batch)
-    if config.adapter is None or directory is None or not directory.files:
-        return machine
-    return with_checkpoint_drives(machine, directory.files)
+    files = () if config.adapter is None or directory is None else directory.files
+    return measure(config, model, batch, files)
 
 
 def model_of_config(config: SwapConfig) -> PlannedModel:
