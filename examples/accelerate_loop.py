@@ -1,18 +1,14 @@
 """A loop of your own, by accelerate."""
 
-import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import infinity
 from infinity.integrations.hf import prepare_accelerator
 
 SWAP = {"tiers": {"host": {"capacity": "1GiB"}, "nvme": [{"path": "swap"}]}}
-with infinity.init_empty_weights(SWAP):
-    config = AutoConfig.from_pretrained("model")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-infinity.offload(model, SWAP, weights="model")
+model = infinity.from_pretrained("model", SWAP)
 
 tokenizer = AutoTokenizer.from_pretrained("model")
 with open("text.txt") as file:

@@ -1,8 +1,7 @@
 """Reinforcement learning, by TRL's GRPOTrainer: the offloaded model generates its own answers."""
 
-import torch
 from datasets import load_dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import infinity
@@ -18,10 +17,7 @@ args = GRPOConfig(
     max_completion_length=16,
     bf16=False,
 )
-with infinity.init_empty_weights(SWAP):
-    config = AutoConfig.from_pretrained("model")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-infinity.offload(model, SWAP, weights="model")
+model = infinity.from_pretrained("model", SWAP)
 
 
 def reward(completions, **_):

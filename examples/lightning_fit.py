@@ -1,9 +1,8 @@
 """Lightning's Trainer."""
 
 import lightning
-import torch
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import infinity
 
@@ -22,10 +21,7 @@ class Task(lightning.LightningModule):
         return infinity.AdamW(self.model, lr=1e-3, max_grad_norm=1.0)
 
 
-with infinity.init_empty_weights(SWAP):
-    config = AutoConfig.from_pretrained("model")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-infinity.offload(model, SWAP, weights="model")
+model = infinity.from_pretrained("model", SWAP)
 with open("text.txt") as file:
     tokens = AutoTokenizer.from_pretrained("model")(file.read(), return_tensors="pt").input_ids[0]
 trainer = lightning.Trainer(max_steps=8, devices=1, enable_checkpointing=False, logger=False)

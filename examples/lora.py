@@ -1,17 +1,13 @@
 """An adapter of PEFT's in a loop of your own: the base stays in its files, read where they lie."""
 
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from peft import LoraConfig
+from transformers import AutoTokenizer
 
 import infinity
 
 SWAP = {"tiers": {"host": {"capacity": "1GiB"}, "nvme": [{"path": "swap"}]}}
-with infinity.init_empty_weights(SWAP):
-    config = AutoConfig.from_pretrained("model")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
-infinity.offload(model, SWAP, weights="model")
+adapter = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+model = infinity.from_pretrained("model", SWAP, adapter)
 
 tokenizer = AutoTokenizer.from_pretrained("model")
 with open("text.txt") as file:

@@ -1,8 +1,7 @@
 """A reward model, by TRL's RewardTrainer: the base with a new head."""
 
-import torch
 from datasets import load_dataset
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
 import infinity
@@ -12,10 +11,8 @@ SWAP = {"tiers": {"host": {"capacity": "1GiB"}, "nvme": [{"path": "swap"}]}}
 args = RewardConfig(
     "out", max_steps=4, learning_rate=1e-3, gradient_accumulation_steps=2, bf16=False
 )
-with infinity.init_empty_weights(SWAP):
-    config = AutoConfig.from_pretrained("model", num_labels=1)
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
-infinity.offload(model, SWAP, weights="model")  # The head is drawn, and named in the log.
+kind = AutoModelForSequenceClassification  # Its head is drawn, and named in the log.
+model = infinity.from_pretrained("model", SWAP, model_class=kind, num_labels=1)
 
 tokenizer = AutoTokenizer.from_pretrained("model")
 data = load_dataset("json", data_files="pairs.jsonl", split="train")

@@ -1,8 +1,7 @@
 """Instruction tuning on conversations, by TRL's SFTTrainer."""
 
-import torch
 from datasets import load_dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import infinity
@@ -17,10 +16,7 @@ args = SFTConfig(
     assistant_only_loss=True,
     bf16=False,  # The precision is the model's.
 )
-with infinity.init_empty_weights(SWAP):
-    config = AutoConfig.from_pretrained("model")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-infinity.offload(model, SWAP, weights="model")
+model = infinity.from_pretrained("model", SWAP)
 
 tokenizer = AutoTokenizer.from_pretrained("model")
 data = load_dataset("json", data_files="chat.jsonl", split="train")

@@ -1,10 +1,7 @@
 """All weights of a causal language model, by transformers.Trainer."""
 
-import torch
 from datasets import load_dataset
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     Trainer,
@@ -16,10 +13,7 @@ from infinity.integrations.hf import prepare_trainer
 
 SWAP = {"tiers": {"host": {"capacity": "1GiB"}, "nvme": [{"path": "swap"}]}}
 args = TrainingArguments("out", max_steps=8, gradient_accumulation_steps=4, learning_rate=1e-3)
-with infinity.init_empty_weights(SWAP):
-    config = AutoConfig.from_pretrained("model")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-infinity.offload(model, SWAP, weights="model")
+model = infinity.from_pretrained("model", SWAP)
 
 tokenizer = AutoTokenizer.from_pretrained("model")
 texts = load_dataset("text", data_files="text.txt", split="train")

@@ -2,9 +2,7 @@
 
     import infinity
 
-    with infinity.init_empty_weights("swap.toml"):
-        model = AutoModelForCausalLM.from_config(config)
-    infinity.offload(model, "swap.toml", weights="path/to/hf-checkpoint")
+    model = infinity.from_pretrained("path/to/hf-checkpoint", "swap.toml")
     optimizer = infinity.AdamW(model, lr=1e-5, max_grad_norm=1.0)
 
 Importing the package touches no device and no file. PyTorch is imported on the first use of a name
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
         SwapLockedError,
         UnsupportedError,
     )
+    from infinity.tools.pretrained import from_pretrained
 
 __version__ = "0.1.0"
 
@@ -77,6 +76,7 @@ __all__ = [
     "engine_of",
     "factored_experts",
     "forward_backward",
+    "from_pretrained",
     "gather",
     "init_empty_weights",
     "offload",
@@ -102,5 +102,6 @@ def __getattr__(name: str) -> Any:
 
     require_release("torch", "infinity")
     # Kept: the check reads the metadata of torch, a millisecond for each `infinity.gather`.
-    globals()[name] = found = getattr(importlib.import_module("infinity.api"), name)
+    place = "infinity.tools.pretrained" if name == "from_pretrained" else "infinity.api"
+    globals()[name] = found = getattr(importlib.import_module(place), name)
     return found

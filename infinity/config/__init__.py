@@ -1,6 +1,5 @@
 """The swap-tier file: one frozen schema for TOML, YAML, JSON and a dict. Imports no torch."""
 
-from infinity.config.deepspeed import from_deepspeed
 from infinity.config.problems import InvalidConfigError, Problem
 from infinity.config.schema import SCHEMA
 from infinity.config.schema.engine import Io, Precision, Schedule
@@ -9,7 +8,7 @@ from infinity.config.schema.optimizer import Optimizer
 from infinity.config.schema.tiers import DeviceTier, HostTier, NvmeTier, Placement, TierName, Tiers
 from infinity.config.schema.train import Checkpoint, Output, Sample, Train
 from infinity.config.source import ConfigSource
-from infinity.config.swap import Resolved, SwapConfig
+from infinity.config.swap import Resolved, SwapConfig, from_deepspeed
 from infinity.config.values import Capacity
 
 __all__ = [

@@ -9,7 +9,7 @@ Pure. What each key means is in `infinity.config.deepspeed_keys`.
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,9 +18,10 @@ from typing import Any, Literal
 from infinity.config.deepspeed_keys import RULES, Facts, Rule
 from infinity.config.problems import InvalidConfigError, Problem
 from infinity.config.source import ConfigSource, read_file
-from infinity.config.swap import SwapConfig
 from infinity.config.values import nearest
 from infinity.errors import ConfigError
+
+_log = logging.getLogger("infinity")
 
 _BY_KEY = {rule.key: rule for rule in RULES}
 # Sections that only hold other keys; they need no entry of their own.
@@ -70,27 +71,65 @@ class Translation:
         return tuple(entry for entry in self.entries if entry.is_lost)
 
 
-def from_deepspeed(
-    source: str | os.PathLike[str] | Mapping[str, Any], *, skip_refused: bool = False
-) -> SwapConfig:
-    """Reads a DeepSpeed JSON file, or a dict of one, as a swap-tier configuration.
+def table_of_deepspeed(table: Mapping[str, Any], source: ConfigSource) -> dict[str, Any] | None:
+    """Returns the DeepSpeed configuration that a table is, or that an accelerate configuration
+    names or describes; None for any other table.
 
-    docs/DEEPSPEED.md describes the translation of every key. The configuration has `[train]` only
-    if the file has the number of steps. Raises ConfigError that names every key which is refused or
-    unknown to DeepSpeed; with `skip_refused` these keys are left out.
+    Raises ConfigError for a file that accelerate's table names and that cannot be read, and for an
+    accelerate configuration of something else.
     """
-    if isinstance(source, Mapping):
-        table, origin = dict(source), ConfigSource()
-    elif isinstance(source, (str, os.PathLike)):
-        table, origin = read_file(source)
-    else:
-        raise ConfigError(f"expected a path or a dict; got {type(source).__name__}")
-    found = translate(table)
-    if found.lost and not skip_refused:
-        raise InvalidConfigError(
-            (Problem(entry.key, entry.reason) for entry in found.lost), name=origin.name
+    if "zero_optimization" in table or "train_micro_batch_size_per_gpu" in table:
+        return dict(table)
+    if "compute_environment" not in table and "distributed_type" not in table:
+        return None
+    kind, plugin = table.get("distributed_type"), table.get("deepspeed_config")
+    if kind != "DEEPSPEED" or not isinstance(plugin, Mapping):
+        raise ConfigError(
+            f"{source.name}: an accelerate configuration of {kind}; expected DEEPSPEED with "
+            "deepspeed_config, or a file that `infinity new` writes"
         )
-    return configuration_of(found, origin)
+    if "deepspeed_config_file" in plugin:
+        return read_file(source.directory / str(plugin["deepspeed_config_file"]))[0]
+    zero: dict[str, Any] = {"stage": plugin.get("zero_stage", 2)}
+    for part in ("optimizer", "param"):
+        device = plugin.get(f"offload_{part}_device", "none")
+        if device != "none":
+            path = plugin.get(f"offload_{part}_nvme_path")
+            on_drive = {"nvme_path": path} if device == "nvme" else {}
+            zero[f"offload_{part}"] = {"device": device, **on_drive}
+    found: dict[str, Any] = {"zero_optimization": zero}
+    for key in ("gradient_accumulation_steps", "gradient_clipping"):
+        if plugin.get(key) not in (None, "auto"):
+            found[key] = plugin[key]
+    precision = table.get("mixed_precision", "no")
+    if precision != "no":
+        found[str(precision)] = {"enabled": True}
+    return found
+
+
+def translated(table: Mapping[str, Any], source: ConfigSource) -> Translation | None:
+    """Returns the translation of a table of DeepSpeed's or accelerate's, and logs it; None for any
+    other table. Raises ConfigError that names the keys without an equal here."""
+    theirs = table_of_deepspeed(table, source)
+    if theirs is None:
+        return None
+    found = translate(theirs)
+    refuse_lost(found, source)
+    num_set = sum(bool(entry.settings) for entry in found.entries)
+    _log.warning(
+        "%s is a DeepSpeed configuration: %d of its %d keys are set here, the others need nothing "
+        "(`infinity config import` says why)",
+        source.name, num_set, len(found.entries),
+    )  # fmt: skip
+    return found
+
+
+def refuse_lost(found: Translation, source: ConfigSource) -> None:
+    """Raises ConfigError for keys that are refused here or unknown to DeepSpeed."""
+    if found.lost:
+        raise InvalidConfigError(
+            (Problem(entry.key, entry.reason) for entry in found.lost), name=source.name
+        )
 
 
 def translate(table: Mapping[str, Any]) -> Translation:
@@ -108,21 +147,18 @@ def translate(table: Mapping[str, Any]) -> Translation:
     return Translation(entries, settings, {} if is_complete else train)
 
 
-def configuration_of(found: Translation, source: ConfigSource) -> SwapConfig:
-    """The configuration of a translation. Raises ConfigError that names both files' keys."""
-    try:
-        return SwapConfig.from_table(found.settings, source)
-    except InvalidConfigError as error:
-        theirs = {place: entry.key for entry in found.entries for place in entry.settings}
-        raise InvalidConfigError(
-            (
-                Problem(f"{theirs[problem.place]}, our {problem.place}", problem.text)
-                if problem.place in theirs
-                else problem
-                for problem in error.problems
-            ),
-            name=error.name,
-        ) from None
+def naming_theirs(found: Translation, error: InvalidConfigError) -> InvalidConfigError:
+    """Returns the error with the keys of both files."""
+    theirs = {place: entry.key for entry in found.entries for place in entry.settings}
+    return InvalidConfigError(
+        (
+            Problem(f"{theirs[problem.place]}, our {problem.place}", problem.text)
+            if problem.place in theirs
+            else problem
+            for problem in error.problems
+        ),
+        name=error.name,
+    )
 
 
 def rule_of(key: str) -> Rule | None:

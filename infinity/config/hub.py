@@ -59,6 +59,14 @@ def model_name(directory: Path) -> str:
     return found.name
 
 
+def published_name(directory: Path) -> str | None:
+    """Returns the repository id of a snapshot in the hub's cache; None of any other directory."""
+    folder = directory.resolve().parent
+    if folder.name != "snapshots" or not folder.parent.name.startswith("models--"):
+        return None
+    return folder.parent.name.removeprefix("models--").replace("--", "/")
+
+
 def _cache() -> Path:
     """Returns the hub's cache, by the rules of huggingface_hub."""
     home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"

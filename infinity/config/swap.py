@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from infinity.config import problems
+from infinity.config import deepspeed, problems
 from infinity.config.schema import SCHEMA, Section, defaults
 from infinity.config.schema.engine import Distributed, Io, IoEngineName, Precision, Schedule
 from infinity.config.schema.inputs import AdapterConfig, Data, Model
@@ -183,8 +183,9 @@ class SwapConfig(Section):
     ) -> SwapConfig:
         """The configuration of a .toml, .yaml, .yml or .json file, or of a dict.
 
-        None is all defaults; a SwapConfig is returned as it is. Relative paths start at the
-        file's directory, or at the working directory. Raises one ConfigError with every fault.
+        None is all defaults; a SwapConfig is returned as it is. A configuration of DeepSpeed, or of
+        accelerate for it, is translated (docs/DEEPSPEED.md). Relative paths start at the file's
+        directory, or at the working directory. Raises one ConfigError with every fault.
         """
         if isinstance(source, SwapConfig):
             return source
@@ -197,7 +198,8 @@ class SwapConfig(Section):
                 "expected a path, a dict, a SwapConfig or None as the configuration; got "
                 f"{type(source).__name__}"
             )
-        return cls.from_table(table, origin)
+        found = deepspeed.translated(table, origin)
+        return cls.from_table(table, origin) if found is None else configuration_of(found, origin)
 
     @classmethod
     def from_table(cls, table: dict[str, Any], source: ConfigSource) -> SwapConfig:
@@ -307,3 +309,35 @@ def _origin(section: Section, name: str, place: str, source: ConfigSource) -> st
         return source.origin
     extra = type(section).model_fields[name].json_schema_extra
     return "derived" if isinstance(extra, dict) and "x-default" in extra else "default"
+
+
+# -- Of a DeepSpeed configuration ------------------------------------------------------------------
+
+
+def from_deepspeed(
+    source: str | os.PathLike[str] | Mapping[str, Any], *, skip_refused: bool = False
+) -> SwapConfig:
+    """Reads a DeepSpeed JSON file, or a dict of one, as a swap-tier configuration.
+
+    docs/DEEPSPEED.md describes the translation of every key. The configuration has `[train]` only
+    if the file has the number of steps. Raises ConfigError that names every key which is refused or
+    unknown to DeepSpeed; with `skip_refused` these keys are left out.
+    """
+    if isinstance(source, Mapping):
+        table, origin = dict(source), ConfigSource()
+    elif isinstance(source, (str, os.PathLike)):
+        table, origin = read_file(source)
+    else:
+        raise ConfigError(f"expected a path or a dict; got {type(source).__name__}")
+    found = deepspeed.translate(table)
+    if not skip_refused:
+        deepspeed.refuse_lost(found, origin)
+    return configuration_of(found, origin)
+
+
+def configuration_of(found: deepspeed.Translation, source: ConfigSource) -> SwapConfig:
+    """The configuration of a translation. Raises ConfigError that names both files' keys."""
+    try:
+        return SwapConfig.from_table(found.settings, source)
+    except problems.InvalidConfigError as error:
+        raise deepspeed.naming_theirs(found, error) from None

@@ -37,7 +37,9 @@ from infinity.checkpoint.huggingface.export_weights import export_safetensors
 from infinity.checkpoint.run.links import label_of, relabel
 from infinity.checkpoint.run.load import load
 from infinity.checkpoint.run.save import save
+from infinity.config import SwapConfig
 from infinity.config.extras import TRIED, require_release, require_transformers
+from infinity.config.schema import changed
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError, reporting
 from infinity.integrations.windows import LayerMajorSteps, choose_order
@@ -59,6 +61,7 @@ def prepare_trainer(
     trainer: T,
     config: Any = None,
     *,
+    weights: str | os.PathLike[str] | None = None,
     layer_major: bool | None = None,
     window: int | None = None,
 ) -> T:
@@ -67,9 +70,10 @@ def prepare_trainer(
     The model is offloaded already, or is offloaded now with `config`. The optimizer is
     infinity.AdamW with the groups, learning rate and betas of `trainer.args`, and clips to
     `args.max_grad_norm`; an optimizer of infinity that the Trainer already has is kept. The
-    precision is that of the model: load the model in bfloat16 for that precision, and leave
-    `args.bf16` false.
+    precision is that of the model, without autocast. `args.bf16`, which TRL sets by itself, is
+    taken for a model in bfloat16, and gives a model that is offloaded now this precision.
 
+    weights: the directory that `infinity.offload` reads, for a model on meta
     layer_major: the micro-batches of an optimizer step pass each block together
         (`infinity.forward_backward`), so bytes do not grow with `gradient_accumulation_steps`. None
         does so where the results have the bits of the plain order: the first optimizer step runs in
@@ -104,7 +108,10 @@ def prepare_trainer(
             f"{type(target.optimizer).__name__}; leave `optimizers` out, or give (infinity.AdamW("
             "model, ...), scheduler)"
         )
-    _offload(target.model, config)
+    _offload(target.model, config, weights=weights, is_bf16=target.args.bf16)
+    if target.args.bf16:
+        target.args.bf16 = False  # Another accelerator of this trainer would ask for autocast.
+        _end_autocast(target.accelerator, "args.bf16", target.model)
     _check_ranks(target.model, target.args.world_size)
     _refuse_strays(target.model)
     _stream_exports(target.model)
@@ -123,8 +130,12 @@ def _check_arguments(args: Any) -> None:
     """Raises ConfigError that names arguments for tasks of the engine, or for tasks it cannot
     do."""
     faults = [
-        (args.fp16 or args.bf16, "fp16/bf16", "the precision is the model's: load it in bfloat16"),
-        (bool(args.deepspeed), "deepspeed", "state is offloaded by infinity.offload already"),
+        (args.fp16, "fp16", "the precision is the model's: load it in bfloat16"),
+        (
+            bool(args.deepspeed),
+            "deepspeed",
+            "give this file to infinity.from_pretrained, or run the program by `infinity run`",
+        ),
         (bool(args.fsdp), "fsdp", "state is offloaded by infinity.offload already"),
         (args.n_gpu > 1, "n_gpu", "one process uses one GPU: set CUDA_VISIBLE_DEVICES"),
         (args.torch_compile, "torch_compile", "compile the model's blocks before offloading"),
@@ -162,24 +173,52 @@ def _refuse_strays(model: nn.Module) -> None:
     if strays:
         raise ConfigError(
             f"{strays[0]!r} and {len(strays) - 1} more were added to the model after "
-            "infinity.offload, which does not know them. Attach adapters before: "
-            "get_peft_model(model, peft_config), infinity.offload(model, config), then the "
-            "trainer, without peft_config"
+            "infinity.offload, which does not know them. Give the adapter to "
+            "infinity.from_pretrained(path, config, peft_config), and the trainer no peft_config; "
+            "or run the program as it is: `infinity run`"
         )
 
 
-def _offload(model: nn.Module, config: Any) -> None:
+def _offload(
+    model: nn.Module,
+    config: Any,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    is_bf16: bool = False,
+) -> None:
+    """Offloads a model that is not yet. Raises ConfigError for one that is, if a configuration is
+    given or if bfloat16 is asked for and the model computes in another dtype."""
     try:
         engine_of(model)
     except InfinityError:
         if config is None:
             raise
-        infinity.offload(model, config)
+        resolved = SwapConfig.load(config)
+        if is_bf16 and resolved.precision.compute == "auto":
+            resolved = changed(resolved, {"precision.compute": "bfloat16"})
+        _refuse_other_precision(is_bf16, resolved.precision.compute_dtype)
+        infinity.offload(model, resolved, weights=weights)
     else:
         if config is not None:
-            raise ConfigError("the model is offloaded already; leave `config` out")
+            raise ConfigError("the model is offloaded already; leave `config` out") from None
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        _refuse_other_precision(is_bf16 and torch.bfloat16 not in dtypes, "float32")
     # Accelerate does not wrap, move or autocast a prepared model.
     model._is_accelerate_prepared = True  # type: ignore[assignment]
+
+
+def _refuse_other_precision(is_bf16: bool, name: str) -> None:
+    if is_bf16 and name != "bfloat16":
+        raise ConfigError(
+            f"args.bf16 asks for bfloat16, and the model computes in {name}: set bf16=False, or "
+            'infinity.from_pretrained(..., dtype="bfloat16"). The fp32 master is kept'
+        )
+
+
+def _end_autocast(accelerator: Any, name: str, model: nn.Module) -> None:
+    """Ends autocast, which would keep a copy of each weight, and says so once."""
+    accelerator.native_amp = False
+    _log.warning("%s: %s computes in bfloat16, without autocast", name, type(model).__name__)
 
 
 def _name_parts(model: Any) -> None:
@@ -338,12 +377,15 @@ def prepare_accelerator(
     order of these calls. With several processes, all of them make these calls. Returns model and
     optimizer.
     """
-    if accelerator.mixed_precision != "no":
+    precision = accelerator.mixed_precision
+    if precision not in ("no", "bf16"):
         raise ConfigError(
-            f"expected mixed_precision 'no', got {accelerator.mixed_precision!r}; the precision is "
-            "the model's: load it in bfloat16"
+            f"expected mixed_precision 'no' or 'bf16', got {precision!r}; the precision is the "
+            "model's: load it in bfloat16"
         )
-    _offload(model, config)
+    _offload(model, config, is_bf16=precision == "bf16")
+    if precision == "bf16":
+        _end_autocast(accelerator, "mixed_precision", model)
     _check_ranks(model, accelerator.num_processes)
     _stream_exports(model)
     wrapped = AcceleratedOptimizer(optimizer, device_placement=False)

@@ -25,8 +25,9 @@ from infinity.checkpoint.run.format import (
     parse_table,
 )
 from infinity.config import SwapConfig
-from infinity.config.deepspeed import configuration_of, translate
+from infinity.config.deepspeed import translate
 from infinity.config.source import read_file
+from infinity.config.swap import configuration_of
 from infinity.errors import InfinityError
 from infinity.modules.reading.configuration import config_of_directory
 from infinity.observe import chrome

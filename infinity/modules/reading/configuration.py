@@ -181,18 +181,30 @@ _KINDS = {
 
 
 def empty_model(
-    hf_config: Any, dtype: torch.dtype, where: str, *, trusts_code: bool = False
+    hf_config: Any,
+    dtype: torch.dtype,
+    where: str,
+    *,
+    trusts_code: bool = False,
+    kind: Any = None,
+    **options: Any,
 ) -> Any:
     """Returns the model on meta, with real buffers, from `init_empty_weights`.
 
     `where` names the configuration in errors. With `trusts_code`, code of the directory may run.
-    Raises ConfigError if transformers has no class that generates text, or cannot build it with
-    these sizes.
+    `kind`: an automatic class or a model class of transformers, None: the one that config.json
+    names, if it generates text. `options` are those of `from_config`. Raises ConfigError if
+    transformers has no such class, or cannot build it with these sizes.
     """
-    kind = auto_class(hf_config, where, trusts_code=trusts_code)
+    if kind is None:
+        kind = auto_class(hf_config, where, trusts_code=trusts_code)
+    if hasattr(kind, "from_config"):
+        make, options = kind.from_config, {**options, "trust_remote_code": trusts_code}
+    else:
+        make = kind._from_config
     try:
         with init_empty_weights():
-            return kind.from_config(hf_config, dtype=dtype, trust_remote_code=trusts_code)
+            return make(hf_config, dtype=dtype, **options)
     except Exception as error:  # Sizes that do not go together make a constructor raise anything.
         raise ConfigError(
             f"model: no language model can be made of {hf_config.model_type!r} with the sizes of "

@@ -124,8 +124,9 @@ def import_(
     Without --out, the configuration is printed to standard output and the report to standard error.
     If a key is refused or unknown, no file is written and the exit code is 1.
     """
-    from infinity.config.deepspeed import configuration_of, translate
+    from infinity.config.deepspeed import translate
     from infinity.config.source import read_file
+    from infinity.config.swap import configuration_of
 
     table, source = read_file(file)
     found = translate(table)

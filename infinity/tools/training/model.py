@@ -93,7 +93,8 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
         model.loss_type = "ForCausalLM"  # The fallback of transformers, without its warning.
     if plan.weights is not None:
         plan.weights.plan(model, ignore=config.model.ignore)
-        _take_generation_config(model, plan)
+        assert plan.path is not None
+        take_generation_config(model, plan.path)
     if config.train.activation_checkpointing:
         checkpoint_activations(model)
     if config.adapter is not None:
@@ -103,17 +104,17 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
     return model
 
 
-def _take_generation_config(model: Any, plan: ModelPlan) -> None:
-    """Copies the checkpoint's generation settings, so that the export has them."""
+def take_generation_config(model: Any, directory: Path) -> None:
+    """Copies the checkpoint's generation settings, so that the export has them. Raises ConfigError
+    for a file that cannot be used."""
     from transformers import GenerationConfig
 
-    assert plan.path is not None
-    file = plan.path / "generation_config.json"
+    file = directory / "generation_config.json"
     if not file.is_file():
         return
     check_numbers(table_of_file(file), f"model.path: {file}: ")
     try:
-        model.generation_config = GenerationConfig.from_pretrained(plan.path, local_files_only=True)
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # A broken file makes transformers raise any exception.
         raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
 

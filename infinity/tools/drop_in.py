@@ -1,0 +1,175 @@
+"""`infinity run`: a program for transformers' Trainer or TRL, as it is, with its models offloaded.
+
+While installed, `from_pretrained` of transformers builds models without memory, and a Trainer
+offloads its model, with the adapter that TRL has attached, before it first trains or evaluates.
+`TrainingArguments(deepspeed=...)` gives the configuration where there is none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+import infinity
+from infinity.config import SwapConfig
+from infinity.config.hub import download_remedy, in_hub_cache
+from infinity.config.schema import changed
+from infinity.engine.registry import engine_of
+from infinity.errors import ConfigError, InfinityError
+from infinity.integrations.hf import OffloadedTrainer, prepare_trainer
+from infinity.tools.pretrained import (
+    choose_config,
+    empty_pretrained,
+    for_directory,
+    refuse_options,
+)
+
+_log = logging.getLogger("infinity")
+
+_MOVE = "_move_model_to_device"  # Of Trainer.
+# What transformers downloads for a model, and what only says how.
+_WANTED_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+_OF_HUB = (
+    "cache_dir", "force_download", "local_files_only", "token", "use_auth_token", "revision",
+    "code_revision", "commit_hash", "subfolder", "_from_auto", "adapter_kwargs", "_commit_hash",
+    "low_cpu_mem_usage", "use_safetensors", "variant", "ignore_mismatched_sizes", "weights_only",
+)  # fmt: skip
+
+
+class DropIn:
+    """Offloads the models of a program. `config` is what `infinity.offload` takes, or None."""
+
+    def __init__(self, config: Any = None) -> None:
+        self._config = config
+        self._directories: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
+        self.offloaded: list[str] = []  # The directories, in the order of the models.
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Has transformers build and train by this object for the time of a `with` block."""
+        from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+        models: Any = PreTrainedModel
+        plain_move, plain_load = getattr(Trainer, _MOVE), models.from_pretrained.__func__
+        plain_post_init: Any = TrainingArguments.__post_init__
+
+        def load(cls: Any, path: Any = None, *args: Any, **options: Any) -> Any:
+            is_foreign = path is None or bool(args) or options.get("gguf_file")
+            directory = None if is_foreign else _directory_of(path, options)
+            if directory is None:
+                return plain_load(cls, path, *args, **options)
+            return self._empty(cls, directory, options)
+
+        def move(trainer: Any, model: nn.Module, device: Any) -> None:
+            if self._directory_in(model) is None:
+                plain_move(trainer, model, device)
+
+        def post_init(args: Any) -> None:
+            if args.deepspeed:
+                self._config, args.deepspeed = self._config or args.deepspeed, None
+            plain_post_init(args)
+
+        def preparing(plain: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(plain)
+            def method(trainer: Any, *args: Any, **options: Any) -> Any:
+                if not isinstance(trainer, OffloadedTrainer) and self._prepare(trainer):
+                    return getattr(trainer, plain.__name__)(*args, **options)
+                return plain(trainer, *args, **options)
+
+            return method
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(models, "from_pretrained", classmethod(load)))
+            stack.enter_context(patch.object(TrainingArguments, "__post_init__", post_init))
+            stack.enter_context(patch.object(Trainer, _MOVE, move))
+            for name in ("train", "evaluate", "predict"):
+                stack.enter_context(patch.object(Trainer, name, preparing(getattr(Trainer, name))))
+            yield
+
+    def _empty(self, cls: Any, directory: Path, options: dict[str, Any]) -> Any:
+        """Returns the model without memory."""
+        own = {key: value for key, value in options.items() if key not in _OF_HUB}
+        own.pop("device_map", None)  # TRL asks for "auto" by itself.
+        refuse_options(own)
+        dtype = own.pop("dtype", own.pop("torch_dtype", None))
+        hf_config = own.pop("config", None)
+        config = for_directory(SwapConfig(), directory, dtype)
+        model = empty_pretrained(directory, config, cls, own, hf_config)
+        self._directories[model] = directory
+
+        def refuse(module: nn.Module, *_: Any) -> None:
+            if not _is_offloaded_around(module):
+                raise ConfigError(
+                    f"the {type(module).__name__} of {directory} is used before a Trainer trains "
+                    "it; `infinity run` offloads the models of Trainers. In a loop of your own "
+                    "take infinity.from_pretrained"
+                )
+
+        model.register_forward_pre_hook(refuse)
+        return model
+
+    def _directory_in(self, model: nn.Module) -> Path | None:
+        found = (self._directories.get(module) for module in model.modules())
+        return next((directory for directory in found if directory is not None), None)
+
+    def _prepare(self, trainer: Any) -> bool:
+        """Offloads the models of a Trainer. Returns whether it has one that waits for it."""
+        directory = self._directory_in(trainer.model)
+        if directory is None:
+            return False
+        reference = getattr(trainer, "ref_model", None)
+        if reference is not None and (its := self._directory_in(reference)) is not None:
+            reference.requires_grad_(False)
+            infinity.offload(reference, self._config_for(its, None), weights=its)
+            reference._is_accelerate_prepared = True
+        adapters = getattr(trainer.model, "peft_config", {})
+        config = self._config_for(directory, next(iter(adapters.values()), None))
+        prepare_trainer(trainer, config, weights=directory)
+        return True
+
+    def _config_for(self, directory: Path, peft_config: Any) -> SwapConfig:
+        """Returns the configuration of the next model, whose swap directories are its own."""
+        if self._config is None:
+            config = choose_config(directory, peft_config)
+        else:
+            config = SwapConfig.load(self._config)
+        number = len(self.offloaded)
+        self.offloaded.append(str(directory))
+        if not number:
+            return config
+        drives = [
+            changed(drive, {"path": drive.path.with_name(f"{drive.path.name}-{number}")})
+            for drive in config.tiers.nvme
+        ]
+        return changed(config, {"tiers.nvme": type(config.tiers.nvme)(drives)})
+
+
+def _is_offloaded_around(model: nn.Module) -> bool:
+    """Whether the model, or a model around it, is offloaded."""
+    try:
+        engine_of(model)
+    except InfinityError:
+        return False
+    return True
+
+
+def _directory_of(path: Any, options: dict[str, Any]) -> Path | None:
+    """Returns the directory of a model of safetensors, which is downloaded if it is the hub's; None
+    for any other."""
+    directory = in_hub_cache(Path(path))
+    if not directory.exists() and download_remedy(path):
+        from huggingface_hub import snapshot_download
+
+        known = ("revision", "cache_dir", "token", "force_download", "local_files_only")
+        own = {key: options[key] for key in known if options.get(key) is not None}
+        directory = Path(snapshot_download(str(path), allow_patterns=list(_WANTED_FILES), **own))
+    has_weights = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+    return directory if has_weights else None

@@ -1,0 +1,175 @@
+"""A model in one call, and a program that is run as it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import infinity
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+from infinity.tools.drop_in import DropIn
+from infinity.tools.pretrained import choose_config
+from tests.support.offloading import small_tiers
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ADAPTER = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+ZERO = {
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "nvme"},
+        "offload_optimizer": {"device": "cpu"},
+    },
+    "bf16": {"enabled": "auto"},
+    "train_batch_size": "auto",
+}
+PROGRAM = """
+import sys
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+args = SFTConfig("out", max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
+                 **({"deepspeed": "zero.json"} if sys.argv[1:] else {}))
+trainer = SFTTrainer("./model", args, peft_config=LoraConfig(target_modules="all-linear"),
+                     train_dataset=load_dataset("json", data_files="chat.jsonl", split="train"))
+trainer.train()
+trainer.save_model()
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    runpy.run_path(str(EXAMPLES / "make_model.py"))["make"](str(directory / "m"), 32, 2)
+    return directory / "m"
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    ids = torch.arange(32).view(2, 16)
+    loss: torch.Tensor = model(ids, labels=ids).loss.detach()
+    infinity.close(model)
+    return loss
+
+
+def test_one_call_gives_the_model_of_four_lines(made: Path, tmp_path: Path) -> None:
+    """The adapter is that of the seed, and the program's own random numbers go on."""
+    swap = {"tiers": small_tiers(tmp_path / "swap")}
+    with infinity.init_empty_weights(swap):
+        config = AutoConfig.from_pretrained(made)
+        by_hand: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    torch.manual_seed(5)
+    by_hand = get_peft_model(by_hand, LoraConfig(**ADAPTER))
+    with torch.no_grad():
+        for name, parameter in by_hand.named_parameters():
+            if "lora_B" in name:  # A value that shows the adapter in the loss.
+                parameter.fill_(0.1)
+    infinity.offload(by_hand, swap, weights=made)
+    expected = loss_of(by_hand)
+    state = torch.get_rng_state()
+    model = infinity.from_pretrained(made, swap, LoraConfig(**ADAPTER), seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    with infinity.gather(model, modify=True), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    assert model.generation_config.eos_token_id == 256 and model.config.name_or_path == str(made)
+    assert torch.equal(loss_of(model), expected)
+
+
+def test_the_file_of_a_run_gives_its_adapter_and_options_their_model(
+    made: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[tiers.host]\ncapacity = "64MiB"\n[adapter]\nrank = 4\n')
+    model = infinity.from_pretrained(made, file, dtype="float32")
+    assert model.peft_config["default"].r == 4 and model.dtype is torch.float32
+    infinity.close(model)
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        infinity.from_pretrained(made, file, LoraConfig(**ADAPTER))
+    head = infinity.from_pretrained(
+        made, {}, model_class=AutoModelForSequenceClassification, num_labels=3
+    )
+    assert head.num_labels == 3 and head.score.out_features == 3
+    infinity.close(head)
+    for options, said in (({"device_map": "auto"}, "places"), ({"dtype": "float16"}, "float16")):
+        with pytest.raises(ConfigError, match=said):
+            infinity.from_pretrained(made, {}, **options)
+
+
+def test_without_a_file_it_takes_memory_and_says_so(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine whose memory is too small for the state gets a swap directory."""
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.WARNING, "infinity"):
+        infinity.close(infinity.from_pretrained(made))
+    assert "state on host;" in caplog.text and not (tmp_path / "m-swap").exists()
+    table = json.loads((made / "config.json").read_text())
+    (tmp_path / "large").mkdir()
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000, "head_dim": 256}
+    (tmp_path / "large" / "config.json").write_text(json.dumps(table | wide))
+    monkeypatch.setattr("infinity.tools.plan.decide.available_host_nbytes", lambda: 3 << 29)
+    config = choose_config(Path("large"))
+    assert config.tiers.nvme[0].path == tmp_path / "large-swap"
+    assert config.placement.moments == ("host", "nvme")
+
+
+def test_configurations_of_deepspeed_and_of_accelerate_are_translated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "zero.json").write_text(json.dumps(ZERO))
+    plugin = {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "nvme",
+              "offload_optimizer_device": "cpu"}  # fmt: skip
+    start = {"distributed_type": "DEEPSPEED", "mixed_precision": "no"}
+    for name, table in (("named", {"deepspeed_config_file": "zero.json"}), ("plain", plugin)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**start, "deepspeed_config": table}))
+    found = [SwapConfig.load(tmp_path / f"{name}.json") for name in ("zero", "named", "plain")]
+    for config in found:
+        assert config.placement.parameters == ("nvme",) and config.placement.master == ("host",)
+        assert config.tiers.nvme[0].path == tmp_path / "nvme"
+    assert caplog.text.count("is a DeepSpeed configuration") == 3
+    with pytest.raises(ConfigError, match="accelerate configuration of FSDP"):
+        SwapConfig.load({"distributed_type": "FSDP"})
+    with pytest.raises(ConfigError, match="amp"):
+        SwapConfig.load({**ZERO, "amp": {"enabled": True}})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arguments", [[], ["deepspeed"]], ids=["chosen", "deepspeed"])
+def test_a_program_of_trl_runs_as_it_is(
+    arguments: list[str], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model by name, `peft_config`, TRL's own bf16 and `deepspeed=`: no line is changed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").symlink_to(made)
+    (tmp_path / "chat.jsonl").symlink_to(EXAMPLES / "chat.jsonl")
+    (tmp_path / "zero.json").write_text(json.dumps(ZERO))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.setattr("sys.argv", ["program.py", *arguments])
+    drop_in = DropIn()
+    with drop_in.installed():
+        ran = runpy.run_path("program.py", run_name="__main__")
+    assert drop_in.offloaded == [str(Path("model"))]
+    engine = infinity.engine_of(ran["trainer"].model)
+    assert bool(engine.config.tiers.nvme) is bool(arguments)
+    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert any(value.any() for name, value in adapter.items() if "lora_B" in name)
+    engine.close()
+    assert isinstance(AutoModelForCausalLM.from_pretrained(made).lm_head.weight.sum().item(), float)
+
+
+def test_a_model_that_no_trainer_trains_says_what_to_do(made: Path) -> None:
+    with DropIn().installed():
+        model = AutoModelForCausalLM.from_pretrained(made)
+    with pytest.raises(ConfigError, match=r"infinity\.from_pretrained"):
+        model(torch.arange(4).view(1, 4))
