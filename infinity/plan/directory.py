@@ -18,9 +18,13 @@ from typing import Any
 
 import torch
 
-from infinity.bounded import MalformedError, read_json, table_of
+from infinity.bounded import read_json, table_of
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
-from infinity.checkpoint.huggingface.weight_tensors import with_declared
+from infinity.checkpoint.huggingface.weight_tensors import (
+    find_files,
+    has_weights,
+    with_declared,
+)
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
@@ -45,7 +49,6 @@ from infinity.plan.shapes import (
 from infinity.sizes import format_nbytes
 from infinity.storage.protocol import FileRange
 
-_INDEX = "model.safetensors.index.json"
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # Towers beside the text model, and layers for multi-token prediction.
@@ -90,7 +93,7 @@ def read_directory(directory: Path, *, trusts_code: bool = False) -> ModelDirect
     hf_config = config_of_directory(directory, trusts_code=trusts_code)
     name = f"{hf_config.get_text_config().model_type} in {directory.name or directory}"
     shape = shape_of_config(hf_config, name, where, trusts_code=trusts_code)
-    files = _files(directory)
+    files = tuple(sorted(find_files(directory))) if has_weights(directory) else ()
     if not files:
         shape = replace(shape, stored=published_format(table, where))
         stored = stored_of_shape(shape)
@@ -118,26 +121,6 @@ def _table(file: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from None
-
-
-def _files(directory: Path) -> tuple[Path, ...]:
-    """Returns the files of weights; none if none of them is there."""
-    index = directory / _INDEX
-    if index.exists():
-        try:
-            names = set(table_of(_table(index).get("weight_map"), "weight_map").values())
-        except MalformedError as error:
-            raise ConfigError(f"{index}: {error}") from None
-        missing = sorted(str(name) for name in names if not (directory / str(name)).exists())
-        if len(missing) == len(names):
-            return ()
-        if missing:
-            raise ConfigError(
-                f"{directory} lacks {len(missing)} of the {len(names)} files that {_INDEX} names, "
-                f"such as {missing[0]}; download them"
-            )
-        return tuple(sorted(directory / str(name) for name in names))
-    return tuple(sorted(directory.glob("*.safetensors")))
 
 
 @dataclass(slots=True)

@@ -259,12 +259,47 @@ def sharded(tmp_path: Path) -> tuple[Path, dict]:
     return index, json.loads(index.read_text())
 
 
-def test_missing_shard_is_named(tmp_path):
-    _, content = sharded(tmp_path)
-    shard = next(iter(content["weight_map"].values()))
-    (tmp_path / shard).unlink()
+@pytest.mark.parametrize("folder", ["", "snapshots/0a1b"])
+def test_shards_of_an_interrupted_download_are_named(tmp_path, folder):
+    directory = tmp_path / folder
+    _, content = sharded(directory)
+    shards = sorted(set(content["weight_map"].values()))
+    for shard in shards[:2]:
+        (directory / shard).unlink()
+    begun = tmp_path / ("blobs" if folder else ".cache/huggingface/download")
+    begun.mkdir(parents=True)
+    (begun / "0f.incomplete").write_bytes(b"a part")
 
-    with pytest.raises(CorruptionError, match=f"{shard}.*no such file"):
+    with pytest.raises(CorruptionError, match=rf"{shards[0]}.*{shards[1]}.*; 1 downloads were int"):
+        weight_source(directory)
+
+
+def test_weights_in_another_layout_are_not_read_and_said_once(tmp_path, caplog):
+    make_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "original").mkdir()
+    for name in ("consolidated.safetensors", "original/consolidated.00.pth", "model-q4.gguf"):
+        (tmp_path / name).write_bytes(b"of another program")
+    for _ in range(2):
+        weight_source(tmp_path)
+    (said,) = caplog.messages
+    assert "'consolidated.safetensors', 'model-q4.gguf', 'original/consolidated.00.pth'" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("consolidated.safetensors", "convert_mistral_weights_to_hf.py .* or download model"),
+        ("original/consolidated.00.pth", "convert_llama_weights_to_hf.py"),
+        ("pytorch_model-00001-of-00002.bin", "`infinity convert .* -o DIR`"),
+        ("model-q4.gguf", "`infinity convert .*/model-q4.gguf -o DIR`"),
+        ("model-00001-of-00002.safetensors", "download model.safetensors.index.json"),
+    ],
+)
+def test_another_layout_alone_is_refused_with_what_makes_a_directory_of_it(tmp_path, name, remedy):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"of another program")
+
+    with pytest.raises(ConfigError, match=rf"but '{name}'.*{remedy}"):
         weight_source(tmp_path)
 
 
@@ -298,10 +333,10 @@ def test_truncated_shard_is_refused_before_anything_is_written(tmp_path):
         weight_source(tmp_path).load_into(make_empty("llama"), never)
 
 
-def test_directory_without_safetensors_is_refused_with_its_content(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+def test_directory_without_weights_is_refused_with_its_content(tmp_path):
+    (tmp_path / "notes.txt").write_bytes(b"")
 
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin"):
+    with pytest.raises(ConfigError, match=r"notes\.txt"):
         weight_source(tmp_path)
 
 

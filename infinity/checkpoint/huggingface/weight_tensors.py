@@ -7,9 +7,11 @@ Source of the layout: the index of sharded safetensors checkpoints (transformers
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from infinity.codecs.part import Decoder
 from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, listed
 from infinity.storage.protocol import FileRange
 from infinity.storage.shards import ShardIdentity
+
+_log = logging.getLogger("infinity")
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -194,38 +198,85 @@ class WeightTensors:
 def find_files(path: Path) -> dict[Path, list[str]]:
     """Returns the files of a checkpoint, each with the tensors that the index expects in it.
 
-    Reads the index, and no other file. Raises ConfigError for a path without weights,
-    CorruptionError for a damaged index or a file that is not there, StorageError for a read that
-    fails.
+    Reads the index, and no other file. Says once which other weights of the directory are not read.
+    Raises ConfigError for a path without weights in this layout, CorruptionError for a damaged
+    index or shards that are not there, StorageError for a read that fails.
     """
     if path.is_file():
         return {path: []}
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; expected a local Hugging Face checkpoint")
     index = path / INDEX_NAME
-    single = path / SINGLE_NAME
-    if single.is_file():
-        return {single: []}
-    if not index.is_file():
-        have = sorted(entry.name for entry in path.iterdir())
-        raise ConfigError(
-            f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME}; it has {listed(have)}. "
-            "`infinity convert` makes safetensors of pytorch_model.bin and of GGUF files"
+    if (path / SINGLE_NAME).is_file():
+        files: dict[Path, list[str]] = {path / SINGLE_NAME: []}
+    elif index.is_file():
+        files = {}
+        for name, file_name in read_weight_map(index).items():
+            files.setdefault(path / file_name, []).append(name)
+    else:
+        raise _no_weights(path)
+    missing = sorted(file.name for file in files if not file.is_file())
+    if missing:
+        raise CorruptionError(
+            errno.ENOENT,
+            operation="open",
+            path=str(path / missing[0]),
+            detail=f"{INDEX_NAME} names {len(files)} shards, and {len(missing)} of them are not "
+            f"there: {listed(missing)}{_interrupted(path)}; complete the directory by the same "
+            "command that began it, or copy these again",
         )
-    names_in: dict[str, list[str]] = {}
-    for name, file_name in read_weight_map(index).items():
-        names_in.setdefault(file_name, []).append(name)
-    files = {path / file_name: names for file_name, names in names_in.items()}
-    for file, names in files.items():
-        if not file.is_file():
-            raise CorruptionError(
-                errno.ENOENT,
-                operation="open",
-                path=str(file),
-                detail=f"{INDEX_NAME} places {len(names)} tensors in it ({listed(names)}), "
-                "but there is no such file; the checkpoint is incomplete: copy it again",
-            )
+    _say_unread(path, frozenset(file.name for file in files))
     return files
+
+
+# Weights in another layout, and what makes a directory of safetensors of them.
+_BY_TRANSFORMERS = "{0} of transformers' repository writes a directory that can be read"
+_LAYOUTS = {
+    "consolidated*": _BY_TRANSFORMERS.format("convert_mistral_weights_to_hf.py"),
+    "original/*": _BY_TRANSFORMERS.format("convert_llama_weights_to_hf.py"),
+    "pytorch_model*.bin": "`infinity convert {0} -o DIR` makes safetensors of them",
+    "*.gguf": "`infinity convert {0}/{1} -o DIR` makes safetensors of it",
+    "*.safetensors": f"download {INDEX_NAME}, a small file that says which tensor is where",
+}
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a directory has files of weights, in this layout or another one."""
+    return any(file.exists() for pattern in _LAYOUTS for file in path.glob(pattern))
+
+
+def _no_weights(path: Path) -> ConfigError:
+    said = f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
+    for pattern, remedy in _LAYOUTS.items():
+        names = sorted(str(file.relative_to(path)) for file in path.glob(pattern))
+        if names:
+            hint = "" if pattern[0] == "*" else "; or download model*.safetensors, if there are any"
+            return ConfigError(
+                f"{said}, but {listed(names)}; {remedy.format(path, names[0])}{hint}"
+            )
+    return ConfigError(
+        f"{said}; it has {listed(sorted(entry.name for entry in path.iterdir()))}"
+        f"{_interrupted(path)}"
+    )
+
+
+def _interrupted(path: Path) -> str:
+    """Describes downloads that were begun into a directory, or into the cache that links to it."""
+    places = [path / ".cache/huggingface/download"]
+    if path.parent.name == "snapshots":
+        places.append(path.parent.parent / "blobs")
+    count = sum(len(list(place.glob("*.incomplete"))) for place in places)
+    return f"; {count} downloads were interrupted (*.incomplete)" if count else ""
+
+
+@cache
+def _say_unread(path: Path, used: frozenset[str]) -> None:
+    names = {str(f.relative_to(path)) for pattern in _LAYOUTS for f in path.glob(pattern)} - used
+    if names:
+        _log.warning(
+            "%s: %s are not read; the weights are those of %s", path, listed(sorted(names)),
+            INDEX_NAME if len(used) > 1 else listed(sorted(used)),
+        )  # fmt: skip
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
