@@ -33,7 +33,12 @@ def sequences(config: SwapConfig) -> datasets.Dataset:
 
 
 def train(
-    table: dict[str, Any], model: Any, directory: Path, data: Any = None, **options: Any
+    table: dict[str, Any],
+    model: Any,
+    directory: Path,
+    data: Any = None,
+    processor: Any = None,
+    **options: Any,
 ) -> Steps:
     """Trains `model` in place by TRL's own trainer with the keys of a job. No key of infinity's
     optimizer, placement or checkpoints has a part in it."""
@@ -69,7 +74,7 @@ def train(
     trainer = kind(
         model=model, args=settings(**arguments), optimizers=(optimizer, None),
         train_dataset=sequences(config) if data is None else data,
-        processing_class=ByteTokenizer().for_records(),
+        processing_class=processor or ByteTokenizer().for_records(),
     )  # fmt: skip
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]

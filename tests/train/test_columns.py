@@ -86,9 +86,9 @@ def test_of_preferences_other_columns_are_left_out(tmp_path) -> None:
     assert sorted(found.column_names) == ["chosen", "prompt", "rejected"]
 
 
-def test_what_is_asked_with_images_is_refused(tmp_path, table) -> None:
+def test_what_is_asked_with_images_needs_the_processor_of_a_model(tmp_path, table) -> None:
     write(tmp_path / "data.jsonl", [CHAT | {"images": ["a.png"]}])
-    with pytest.raises(ConfigError, match="appears to be vision-related"):
+    with pytest.raises(ConfigError, match="bytes have no processor of images"):
         rows_of(table)
 
 

@@ -196,7 +196,7 @@ def _wish(asked: NewOptions, directory: ModelDirectory) -> Wish:
         max_positions=directory.shape.max_positions,
         rank=None if asked.full else asked.rank or _RANK,
         experts=asked.experts,
-        data=_facts(asked),
+        data=_facts(asked, asked.sequence or directory.shape.max_positions),
         data_paths=tuple(path.resolve() for path in asked.data or ()) or (place / "chat.jsonl",),
         swap=tuple(path.resolve() for path in asked.swap or ()) or (place / f"{name}-swap",),
         output=place / f"{name}-output",
@@ -208,14 +208,14 @@ def _wish(asked: NewOptions, directory: ModelDirectory) -> Wish:
     )
 
 
-def _facts(asked: NewOptions) -> DataFacts | None:
+def _facts(asked: NewOptions, length: int | None) -> DataFacts | None:
     from infinity.tools.plan.data_facts import read_data
     from infinity.tools.training.settle import tokenizer_of
     from infinity.tools.training.tokenizers import open_tokenizer
 
     if not asked.data:
         return None
-    return read_data(asked.data, open_tokenizer(tokenizer_of(asked.directory).value))
+    return read_data(asked.data, open_tokenizer(tokenizer_of(asked.directory).value), length)
 
 
 def _decide(

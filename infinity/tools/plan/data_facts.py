@@ -14,9 +14,11 @@ from typing import Any
 from infinity.config import SwapConfig
 from infinity.sizes import MIB
 from infinity.tools.training.data_files import collect_files, is_records, read_rows
+from infinity.tools.training.images import has_images, learned_images, open_processor
 from infinity.tools.training.records import kind_of_columns, load_records, needed_columns
 from infinity.tools.training.tokenizers import Tokenizer
 
+IMAGES = "records with images"
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB
 _MARKS = 8  # Tokens that a template writes around a message,
@@ -28,20 +30,20 @@ class DataFacts:
     """The content of the files. For text, `num_records` is 0. `longest`: the tokens of the longest
     record that was tokenised. `is_exact`: all of the data was tokenised."""
 
-    noun: str  # "conversations", "records" or "text".
+    noun: str  # "conversations", "records", `IMAGES` or "text".
     num_records: int
     num_tokens: int
     longest: int
     is_exact: bool
 
 
-def read_data(paths: Sequence[Path], tokenizer: Tokenizer) -> DataFacts:
+def read_data(paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = None) -> DataFacts:
     """Returns the facts of files and directories, as `data.paths` means them. Raises ConfigError
-    for what `infinity train` would refuse."""
+    for what `infinity train` would refuse, with sequences of at most `length` tokens."""
     table = {"data": {"paths": [str(path.resolve()) for path in paths]}}
     data = SwapConfig.load(table).data
     assert data is not None
-    found = [_read(file, tokenizer) for file in chain(*collect_files(data.paths))]
+    found = [_read(file, tokenizer, length) for file in chain(*collect_files(data.paths))]
     return DataFacts(
         noun=found[0].noun,
         num_records=sum(facts.num_records for facts in found),
@@ -51,7 +53,7 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer) -> DataFacts:
     )
 
 
-def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
+def _read(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
     records = iter(_records(file))
     first = next(records, None)
     if first is None:
@@ -62,6 +64,8 @@ def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
     lengths: list[int] = []
     sampled_nbytes, is_exact = 0, True
     for record in chain([first], records):
+        if has_images(record):
+            return _with_images(file, tokenizer, length)
         texts = list(_strings([value for key, value in record.items() if key in learned]))
         turns = record.get("messages", record.get("conversations"))
         messages = len(turns) if isinstance(turns, list) else 2
@@ -78,6 +82,16 @@ def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
         max(lengths),
         is_exact,
     )
+
+
+def _with_images(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
+    """Returns the facts of all records, as `infinity train` writes them by the processor."""
+    rows = load_records([file])
+    kind = kind_of_columns(rows.column_names, str(file))
+    counts = learned_images(
+        rows, kind, open_processor(tokenizer), str(file), assistant_only=True, length=length
+    )["num_tokens"]  # fmt: skip
+    return DataFacts(IMAGES, len(counts), sum(counts), max(counts, default=0), is_exact=True)
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:

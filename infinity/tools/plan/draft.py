@@ -18,7 +18,7 @@ from infinity.plan.capacity import most_decoded_nbytes
 from infinity.plan.hardware import UNSURE, Hardware
 from infinity.plan.predict import Forecast
 from infinity.sizes import GIB, MIB, align_up, format_nbytes
-from infinity.tools.plan.data_facts import DataFacts
+from infinity.tools.plan.data_facts import IMAGES, DataFacts
 from infinity.tools.plan.report import flops
 
 Table = dict[str, Any]
@@ -277,7 +277,10 @@ def _length(wish: Wish) -> tuple[int, str]:
     if data is None or not data.num_records:
         return min(_TEXT_LENGTH, limit), "tokens"
     longest = align_up(max(data.longest, 1), _LENGTH_STEP)
-    if longest <= min(_LONGEST, limit):
+    most = _LONGEST
+    if data.noun == IMAGES:  # They are not cut, and were read with as many positions.
+        most, longest = limit, min(longest, limit)
+    if longest <= min(most, limit):
         return longest, f"tokens; the longest of the {data.noun} has about {data.longest:,}"
     length = min(_LONGEST, limit)
     return (

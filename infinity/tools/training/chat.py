@@ -127,7 +127,7 @@ class Writer:
             )
         if only and not learned:
             return []
-        messages = self._checked(messages, own, at)
+        messages = self.checked(messages, own, at)
         if not only:
             return [{"input_ids": self._apply(messages, own, at)[0]}]
         if self.template.has_marks and len(learned) == num_turns:
@@ -142,7 +142,7 @@ class Writer:
 
     def completion(self, prompt: list[Message], answer: list[Message], own: Own, at: str) -> Row:
         """Returns the tokens of both, and the mask of those that only the answer adds."""
-        talk = self._checked(prompt + answer, own, at)
+        talk = self.checked(prompt + answer, own, at)
         begin = self._apply(talk[: len(prompt)], own, at, add_generation_prompt=True)[0]
         tokens = self._apply(talk, own, at)[0]
         count = _common(begin, tokens)
@@ -154,7 +154,7 @@ class Writer:
         own: Own, at: str,
     ) -> Row:  # fmt: skip
         """Returns the tokens of the prompt, and those that either answer adds, as TRL has them."""
-        talks = [self._checked(prompt + answer, own, at) for answer in (chosen, rejected)]
+        talks = [self.checked(prompt + answer, own, at) for answer in (chosen, rejected)]
         begin = self._apply(talks[0][: len(prompt)], own, at, add_generation_prompt=True)[0]
         both = [self._apply(talk, own, at)[0] for talk in talks]
         count = min(_common(begin, tokens) for tokens in both)
@@ -199,7 +199,7 @@ class Writer:
                 mask[index] |= bit
         return [{"input_ids": talk, "assistant_masks": mask}]
 
-    def _checked(self, messages: list[Message], own: Own, at: str) -> list[Message]:
+    def checked(self, messages: list[Message], own: Own, at: str) -> list[Message]:
         """Returns the messages as the template gets them. Raises ConfigError for a field or a
         message that the template does not write."""
         messages = [
@@ -313,51 +313,75 @@ def encode_chats(
     import datasets
 
     template = open_template(tokenizer, assistant_only=assistant_only and kind == "conversations")
-    only, names = assistant_only, dataset.column_names
-    lists = {
-        "conversations": ("input_ids", "assistant_masks") if only else ("input_ids",),
+    names = {
+        "conversations": ("input_ids", "assistant_masks") if assistant_only else ("input_ids",),
         "completions": ("input_ids", "completion_mask"),
         "preferences": ("prompt_ids", "chosen_ids", "rejected_ids"),
     }[kind]
-    kept = [name for name in names if name.startswith("ref_")]
+    kept = {name: dataset.features[name] for name in dataset.column_names if name[:4] == "ref_"}
+    ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("int8"))
+    features = {name: ids if name.endswith("ids") else mask for name in names}
+    writers: list[Writer] = []  # Made in the child.
+    warned: list[str] = []
+
+    def call(row: dict[str, Any], at: str, renew: Callable[[int], None]) -> list[dict[str, Any]]:
+        if not writers:
+            writers.append(Writer(tokenizer, template, renew))
+        writers[0].nbytes = sum(len(text) for text in row.values() if isinstance(text, str))
+        own = {name: row[name] for name in kept}
+        return [found | own for found in _encode(writers[0], kind, row, at, assistant_only)]
+
+    def note(row: dict[str, Any], at: str) -> None:
+        if row.get(_CUT) and not warned:
+            warned.append(at)
+            _log.warning(
+                "%s: the template writes the end of the prompt otherwise before an answer: "
+                "%r is left out of what is learned behind, here and perhaps elsewhere",
+                at, tokenizer.decode(row[_CUT]),
+            )  # fmt: skip
+
+    return map_records(dataset, features | kept, call, place, note=note)
+
+
+def map_records(
+    dataset: Any,
+    features: dict[str, Any],
+    call: Callable[[dict[str, Any], str, Callable[[int], None]], list[dict[str, Any]]],
+    place: str,
+    *,
+    note: Callable[[dict[str, Any], str], None] = lambda *_: None,
+) -> Any:
+    """Returns the rows that `call` makes of records in child processes; `record` tells which record
+    a row is of.
+
+    features: those of the rows
+    call: gets a record as Arrow has it, its place for messages, and the `renew` of `call_bounded`
+    note: gets every row, in this process
+    Raises ConfigError as `call_bounded`.
+    """
+    import datasets
+
+    names = dataset.column_names
+
+    def place_of(value: tuple[int, Any]) -> str:
+        return f"data.paths: {place}: record {value[0] + 1}"
 
     def encode(rows: Any, numbers: list[int]) -> dict[str, list[Any]]:
         columns = [rows.column(name).to_pylist() for name in names]
         records = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
         values = list(zip(numbers, records, strict=True))
-        writers: list[Writer] = []  # Made in the child.
-        warned: list[str] = []
-
-        def call(value: tuple[int, dict[str, Any]], renew: Callable[[int], None]) -> list[Row]:
-            if not writers:
-                writers.append(Writer(tokenizer, template, renew))
-            texts = (text for text in value[1].values() if isinstance(text, str))
-            writers[0].nbytes = sum(map(len, texts))
-            return _encode(writers[0], kind, value[1], _place(value), only)
-
-        def _place(value: tuple[int, Any]) -> str:
-            return f"data.paths: {place}: record {value[0] + 1}"
-
-        made: dict[str, list[Any]] = {name: [] for name in (*lists, *kept, "record")}
-        for value, found in zip(values, call_bounded(call, values, place_of=_place), strict=True):
+        made: dict[str, list[Any]] = {name: [] for name in (*features, "record")}
+        answers = call_bounded(
+            lambda value, renew: call(value[1], place_of(value), renew), values, place_of=place_of
+        )
+        for value, found in zip(values, answers, strict=True):
             for row in found:
-                for name in lists:
+                note(row, place_of(value))
+                for name in features:
                     made[name].append(row[name])
-                for name in kept:
-                    made[name].append(value[1][name])
                 made["record"].append(value[0])
-                if row.get(_CUT) and not warned:
-                    warned.append(_place(value))
-                    _log.warning(
-                        "%s: the template writes the end of the prompt otherwise before an answer: "
-                        "%r is left out of what is learned behind, here and perhaps elsewhere",
-                        warned[0], tokenizer.decode(row[_CUT]),
-                    )  # fmt: skip
         return made
 
-    ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("int8"))
-    features = {name: ids if name.endswith("ids") else mask for name in lists}
-    features |= {name: dataset.features[name] for name in kept}
     return dataset.with_format("arrow").map(
         encode, batched=True, batch_size=_NUM_ROWS, with_indices=True, remove_columns=names,
         features=datasets.Features(features | {"record": datasets.Value("int64")}),

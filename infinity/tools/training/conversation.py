@@ -34,6 +34,7 @@ _REFUSED = (
     "refusal", "audio", "audios", "image", "images", "video", "videos", "loss_scale", "loss_mask",
     "loss_weight", "train_detail", "training_detail", "prefix", "mask", "masked",
 )  # fmt: skip
+_IMAGE_KEYS = ("image", "path", "url", "image_url")  # Of Qwen, transformers (two) and OpenAI.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 MOST_INT = 2**64  # Numbers that readers of JSON take.
 
@@ -199,21 +200,25 @@ def _message(turn: Any, at: str) -> Message:
 
 
 def _content(content: Any, at: str) -> Any:
-    """Returns a text, or a list of parts that are all texts."""
+    """Returns a text, or a list of parts. An image that a part names is its value "image"."""
     if not isinstance(content, list):
         return text_of(content, at)
     if not content:
         raise ConfigError(f"{at}: expected text; got an empty list")
-    parts = []
+    parts: list[Message] = []
     for index, part in enumerate(content):
         where = f"{at}[{index}]"
         kind = part.get("type", "text") if isinstance(part, dict) else part
-        if not isinstance(part, dict) or kind != "text":
+        if isinstance(part, dict) and kind == "text":
+            parts.append({"type": "text", "text": text_of(part.get("text"), f"{where}.text")})
+        elif isinstance(part, dict) and kind in ("image", "image_url"):
+            named = [part[key] for key in _IMAGE_KEYS if part.get(key) is not None]
+            parts.append({"type": "image"} | ({"image": named[0]} if named else {}))
+        else:
             raise ConfigError(
-                f'{where}: expected {{"type": "text", "text": "..."}}; got {_shown(kind)}, which a '
-                "text model does not learn"
+                f'{where}: expected {{"type": "text", "text": "..."}} or an image; got '
+                f"{_shown(kind)}, which a run does not learn"
             )
-        parts.append({"type": "text", "text": text_of(part.get("text"), f"{where}.text")})
     return parts
 
 

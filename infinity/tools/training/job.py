@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -73,6 +74,13 @@ def prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: J
         vocab_size=plan.vocab_size,
         directory=output.path if output is not None else None,
     )
+    if data.processor is not None:
+        base = model if config.adapter is None else model.get_base_model()
+        if "pixel_values" not in inspect.signature(base.forward).parameters:
+            raise ConfigError(
+                f"model.path: {type(base).__name__} takes no images, and the records have some; "
+                "expected a model of text and images, or records without images"
+            )
     reference = build_reference(plan, config)
     trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference)
     num_tokens, largest, sha256 = measure(

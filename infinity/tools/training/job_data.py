@@ -25,6 +25,7 @@ import numpy.typing as npt
 from infinity.config import DataSource, SwapConfig
 from infinity.errors import ConfigError, StorageError
 from infinity.tools.training.data_files import collect_files, read_utf8
+from infinity.tools.training.images import learned_images, open_processor
 from infinity.tools.training.records import kind_of, load_records, mark_conversations
 from infinity.tools.training.tokenizers import Ids, Tokenizer
 
@@ -38,6 +39,7 @@ class JobData:
     train: Any
     held_out: Any  # None without evaluation data.
     files: tuple[TokenFile, ...] = ()  # Of text.
+    processor: Any = None  # Of images, if records have some.
 
     @property
     def is_ready(self) -> bool:
@@ -57,6 +59,7 @@ def open_data(
     its parts do."""
     assert config.data is not None and config.train is not None
     data, train_options, files = config.data, config.train, list[TokenFile]()
+    processors: list[Any] = []
 
     def read(sources: Sequence[DataSource], max_nbytes: int | None = None) -> tuple[Any, str, Path]:
         """Returns the rows, what they are, and the first file."""
@@ -72,7 +75,9 @@ def open_data(
                 "chosen and rejected"
             )
         if records:
-            return *_read_records(records, config, tokenizer, vocab_size), records[0]
+            rows, kind, processor = read_records(records, config, tokenizer, vocab_size)
+            processors.append(processor)
+            return rows, kind, records[0]
         file = tokenize(
             texts, tokenizer, vocab_size=vocab_size, max_nbytes=max_nbytes, directory=directory
         )
@@ -105,7 +110,8 @@ def open_data(
             f"data.sequence_length={data.sequence_length}, {num_split} of them held out"
         )
     check_amount(len(train), train_options.batch_size, what, remedy)
-    return JobData(train=train, held_out=held_out or None, files=tuple(files))
+    processor = next(iter(processors), None)
+    return JobData(train=train, held_out=held_out or None, files=tuple(files), processor=processor)
 
 
 def check_amount(count: int, batch_size: int, what: str, remedy: str) -> None:
@@ -138,32 +144,51 @@ def split_rows(
     return np.sort(order[:num_train]), np.sort(order[num_train:])
 
 
-def _read_records(
+def read_records(
     paths: list[Path], config: SwapConfig, tokenizer: Tokenizer, vocab_size: int
-) -> tuple[Any, str]:
+) -> tuple[Any, str, Any]:
+    """Returns records as they are trained on, what they are, and the processor of their images,
+    None if they have none. Raises ConfigError that names the first record that cannot be learned.
+    """
     assert config.data is not None and config.train is not None
     place = str(paths[0])
     if len(paths) > 1:
         place += f" and {len(paths) - 1} more files, counted together"
     found = load_records(paths, vocab_size=vocab_size)
     kind = kind_of(found, method=config.train.method, place=place)
-    marked = mark_conversations(
-        found, tokenizer.for_records(), place, kind=kind,
-        assistant_only=config.data.assistant_only_loss,
+    only = config.data.assistant_only_loss
+    if "images" not in found.column_names:
+        made = mark_conversations(
+            found, tokenizer.for_records(), place, kind=kind, assistant_only=only
+        )
+        return made, kind, None
+    if config.data.packing:
+        raise ConfigError(
+            f"data.packing: {place} holds records with images, which TRL does not pack; expected "
+            "packing = false"
+        )
+    processor, batch_size = open_processor(tokenizer), config.train.batch_size
+    made = learned_images(
+        found, kind, processor, place, assistant_only=only, length=config.data.sequence_length,
+        batch_size=min(batch_size, config.schedule.micro_batch or batch_size),
     )  # fmt: skip
-    return marked, kind
+    return made, f"{kind} with images", processor
 
 
 def measure(dataset: Any, files: Sequence[TokenFile], length: int) -> tuple[int, int, str]:
     """Returns of the tokens of a dataset that TRL has prepared, or of sequences of a token file,
     their number, the largest id, and the SHA-256 of all in order.
 
-    The ids of token files were compared with the vocabulary as they were written.
+    The ids of token files were compared with the vocabulary as they were written. Records with
+    images have these facts already.
     """
     if files:
         return len(dataset) * length, 0, files[0].sha256
     import pyarrow.compute as pc
 
+    if "images" in dataset.column_names:
+        digest = hashlib.sha256("".join(dataset["sha256"]).encode()).hexdigest()
+        return sum(dataset["num_tokens"]), max(dataset["largest_id"]), digest
     columns = [
         name for name in sorted(dataset.column_names) if name == "labels" or name.endswith("_ids")
     ]

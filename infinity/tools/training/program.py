@@ -97,7 +97,7 @@ class Products:
         self._write_weights(self._config.output.directory / BEST_NAME)
 
     def _write_weights(self, directory: Path) -> None:
-        tokenizer = self._job.tokenizer.tokenizer
+        tokenizer = self._job.data.processor or self._job.tokenizer.tokenizer
         with self._summary.phase("export_s"):
             if self._config.adapter is not None:
                 save_adapter(self._job.model, directory, tokenizer=tokenizer)

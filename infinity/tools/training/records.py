@@ -30,6 +30,8 @@ from infinity.tools.training.conversation import (
     with_system,
 )
 from infinity.tools.training.data_files import Row, read_rows
+from infinity.tools.training.images import COLUMNS as IMAGE_COLUMNS
+from infinity.tools.training.images import place_images
 
 _log = logging.getLogger("infinity")
 
@@ -48,24 +50,24 @@ _KINDS: tuple[_KindColumns, ...] = (
         "preferences", ("chosen", "rejected"),
         ("prompt", "messages", "conversations", *_ALPACA, *_LOGPS, *_TEMPLATE),
     ),
-    ("completions", ("prompt", "completion"), _TEMPLATE),
-    ("conversations", ("messages",), _TEMPLATE),
-    ("conversations", ("conversations",), _TEMPLATE),
+    ("completions", ("prompt", "completion"), (*_TEMPLATE, *IMAGE_COLUMNS)),
+    ("conversations", ("messages",), (*_TEMPLATE, *IMAGE_COLUMNS)),
+    ("conversations", ("conversations",), (*_TEMPLATE, *IMAGE_COLUMNS)),
     ("conversations", ("instruction", "output"), ("input", "history", *_TEMPLATE)),
     ("texts", ("text",), ()),
 )  # fmt: skip
-_IMAGES = ("image", "images", "video", "videos", "audio", "audios")
 # Columns that change what a record means, where its kind does not take them.
 _REFUSED = (
     "system", "history", "tools", "functions", "documents", "chat_template_kwargs", "weight",
-    "loss", "loss_scale", "loss_weight", "loss_mask", "train", "label", "kto_tag", *_IMAGES,
+    "loss", "loss_scale", "loss_weight", "loss_mask", "train", "label", "kto_tag", *IMAGE_COLUMNS,
+    "video", "videos", "audio", "audios",
 )  # fmt: skip
 _ALL_COLUMNS = (
     "messages (or ShareGPT's conversations); prompt and completion; instruction and output; chosen "
     "and rejected; text; or input_ids"
 )
 _OPTIONAL = ("tools", "chat_template_kwargs")
-_FORM = 1  # Of the tables in the cache of `datasets`. Raise it when a record becomes another one.
+_FORM = 2  # Of the tables in the cache of `datasets`. Raise it when a record becomes another one.
 
 
 def load_records(paths: Sequence[Path], *, vocab_size: int | None = None) -> Any:
@@ -75,6 +77,7 @@ def load_records(paths: Sequence[Path], *, vocab_size: int | None = None) -> Any
     Raises ConfigError that names the file, and the line or the record.
     """
     import datasets
+    import pyarrow.compute as pc
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
@@ -97,6 +100,8 @@ def load_records(paths: Sequence[Path], *, vocab_size: int | None = None) -> Any
         raise ConfigError(f"data.paths: {paths[0]}: {' '.join(str(cause).split())}") from error
     table = found.data
     used = [name for name in table.column_names if table.column(name).null_count < len(table)]
+    if not pc.sum(pc.list_value_length(table.column("images"))).as_py():
+        used.remove("images")
     return found.select_columns(used)
 
 
@@ -177,10 +182,14 @@ def _generate(
     assert stamps and form == _FORM
     for record in _read([Path(path) for path in paths], vocab_size):
         is_json = {name for name, value in record.items() if _is_json(name, value)}
-        yield dict.fromkeys(_OPTIONAL) | {
-            name: json.dumps(value, ensure_ascii=False) if name in is_json else value
-            for name, value in record.items()
-        }
+        yield (
+            {"images": []}
+            | dict.fromkeys(_OPTIONAL)
+            | {
+                name: json.dumps(value, ensure_ascii=False) if name in is_json else value
+                for name, value in record.items()
+            }
+        )
 
 
 def _features(record: Row) -> Any:
@@ -191,12 +200,13 @@ def _features(record: Row) -> Any:
         name: Json() if _is_json(name, value) else kinds[type(value)]
         for name, value in record.items()
     }
-    return Features({name: Json() for name in _OPTIONAL} | found)
+    image = {"bytes": Value("binary"), "path": Value("string")}
+    return Features({name: Json() for name in _OPTIONAL} | found | {"images": List(image)})
 
 
 def _is_json(name: str, value: Any) -> bool:
     return name in _OPTIONAL or (
-        isinstance(value, list) and not (name == "input_ids" or name in MASKS)
+        isinstance(value, list) and not (name in ("input_ids", "images") or name in MASKS)
     )
 
 
@@ -216,13 +226,14 @@ def _read(paths: Sequence[Path], vocab_size: int | None) -> Iterator[Row]:
             at = f"data.paths: {path}: record {number}"
             if number == 1:
                 kind_of_columns(list(row), str(path))
-            kind, record = _record_of(row, at, vocab_size)
+            folder = path if path.is_dir() else path.parent
+            kind, record = _record_of(row, at, vocab_size, folder)
             own = (
                 kind,
                 ", ".join(
                     name if isinstance(value, str) else f"{name} (a list)"
                     for name, value in sorted(record.items())
-                    if name not in _OPTIONAL
+                    if name not in (*_OPTIONAL, "images")
                 ),
             )
             first = first or own
@@ -234,8 +245,8 @@ def _read(paths: Sequence[Path], vocab_size: int | None) -> Iterator[Row]:
             yield record
 
 
-def _record_of(row: Row, at: str, vocab_size: int | None) -> tuple[Kind, Row]:
-    """Returns the kind of a record of a file, and the record as its table has it."""
+def _record_of(row: Row, at: str, vocab_size: int | None, folder: Path) -> tuple[Kind, Row]:
+    """Returns the kind of a record of a file in `folder`, and the record as its table has it."""
     fields = {name: value for name, value in row.items() if value is not None}
     columns = list(fields) if _fitting_kind(list(fields)) is not None else list(row)
     kind, wanted, beside = _kind_columns(columns, f"{at} and those like it")
@@ -248,11 +259,16 @@ def _record_of(row: Row, at: str, vocab_size: int | None) -> tuple[Kind, Row]:
         return kind, {"text": text_of(fields.get("text"), f"{at}: text")}
     form = {"completions": _completion, "preferences": _preference}.get(kind, _conversation)
     record = form(fields, at)
+    images = place_images(record, fields, folder, at)
     if any(isinstance(value, list) for value in record.values()):
         record |= _options_of(fields, at)
     else:
         for name in _TEMPLATE:
             _refuse_column(name, fields.get(name), at, "texts without messages")
+    if images:
+        for name in _OPTIONAL:  # TRL gives them to no template of images.
+            _refuse_column(name, record.get(name), at, "records with images")
+        record["images"] = images
     return kind, record
 
 
@@ -264,10 +280,10 @@ def _refuse_column(name: str, value: Any, at: str, kind: str) -> None:
             return
     elif value in (1, True) and name not in _TEMPLATE:
         return
-    reason = f"changes what is learned, and {kind} do not take it"
-    if name in _IMAGES:
-        reason = "appears to be vision-related, and a run learns text"
-    raise ConfigError(f"{at}: {name}: the column {reason}. Remove the column, or the record")
+    raise ConfigError(
+        f"{at}: {name}: the column changes what is learned, and {kind} do not take it. Remove the "
+        "column, or the record"
+    )
 
 
 def _options_of(record: Row, at: str) -> Row:

@@ -156,6 +156,9 @@ def trainer_arguments(config: SwapConfig, data: JobData) -> Any:
             **options,
             packing=config.data.packing and not data.is_ready,
             completion_only_loss=_learns_completions(config, data),
+            assistant_only_loss=data.processor is not None
+            and config.data.assistant_only_loss
+            and "messages" in data.train.column_names,
         )
     if made.n_gpu > 1:  # One process uses one GPU, where Trainer would take all that it sees.
         vars(made)["_n_gpu"] = 1
@@ -230,7 +233,7 @@ def make_trainer(
     assert config.train is not None
     base = trl.DPOTrainer if config.train.method == "dpo" else trl.SFTTrainer
     kind = type(base.__name__, (RunTrainer, base), {"__module__": base.__module__})
-    processing = tokenizer.for_records()
+    processing = data.processor or tokenizer.for_records()
     arguments = trainer_arguments(config, data)
     own: dict[str, Any] = {} if reference is None else {"ref_model": reference}
     if data.is_ready:
