@@ -53,6 +53,7 @@ __all__ = [
     "close",
     "engine_of",
     "factored_experts",
+    "forward",
     "forward_backward",
     "gather",
     "init_empty_weights",
@@ -240,8 +241,25 @@ def forward_backward(
     Micro-batches run in threads. glibc gives each thread a heap that keeps its freed memory, so set
     MALLOC_ARENA_MAX=1 in the environment of a program; `infinity train` sets it.
     """
-    engine = engine_of(model)
-    return engine.forward_backward([partial(_loss, loss_fn, batch) for batch in micro_batches])
+    return engine_of(model).sweep([partial(_loss, loss_fn, batch) for batch in micro_batches])[0]
+
+
+def forward(model: nn.Module, function: Callable[[Any], T], batches: Iterable[Any]) -> list[T]:
+    """Runs `function(batch)` for several batches without gradients, block by block.
+
+    The effect is that of `with torch.no_grad(): [function(batch) for batch in batches]`, and the
+    results have the bits of that loop. Each block is fetched once for all batches: an evaluation,
+    or the scoring of many texts, reads every weight once. Between two blocks the hidden states of
+    all batches are in the memory of the device.
+
+    function: calls the model, once or several times, and returns any object. Keep what is needed of
+        the logits only: those of one batch exist at a time
+    batches: the arguments of `function`; all of them are kept until the end
+
+    Returns the results in the order of the batches. Raises UnsupportedError as `forward_backward`
+    does.
+    """
+    return engine_of(model).sweep([], [partial(function, batch) for batch in batches])[1]
 
 
 def beside(model: nn.Module, call: Callable[[], T]) -> Callable[[], T]:

@@ -5,7 +5,7 @@
   modules/handles/edits.py          changes of weights other than the optimizer's step
   modules/autograd/grads.py         `.grad`, taken from autograd and shown on demand
   modules/handles/handle_ops.py     operations on handles, and parameters by name, outside modules
-  modules/autograd/model_passes.py  the hooks of a pass; `infinity.forward_backward`
+  modules/autograd/model_passes.py  the hooks of a pass; calls that pass blocks together
 
 One lock orders the training thread and autograd's device threads.
 """
@@ -31,7 +31,7 @@ from infinity.distributed.shared_inputs import SharedActivationStore
 from infinity.distributed.sync import CollectiveSection, Ranks
 from infinity.engine.state_access import StateAccess
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.modules.accumulate.layer_major import ScheduleParts
+from infinity.modules.accumulate.layer_major import Passenger, ScheduleParts
 from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.hooks import (
     BackwardCalls,
@@ -198,11 +198,17 @@ class Engine:
 
     # -- Passes ------------------------------------------------------------------------------------
 
-    def forward_backward(
-        self, forwards: Sequence[Callable[[], torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
-        return self._model_passes.forward_backward(forwards)
+    def sweep(
+        self,
+        losses: Sequence[Callable[[], torch.Tensor]],
+        calls: Sequence[Callable[[], Any]] = (),
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """Runs calls of the model, block by block. Returns the detached losses, whose gradients are
+        added to those before, and the results of `calls`, which run without gradients: see
+        `infinity.forward_backward` and `infinity.forward`."""
+        graded = [Passenger(call, is_graded=True) for call in losses]
+        found = self._model_passes.sweep([*graded, *(Passenger(call, False) for call in calls)])
+        return found[: len(graded)], found[len(graded) :]
 
     def beside(self, call: Callable[[], T]) -> Callable[[], T]:
         """See `infinity.beside`."""

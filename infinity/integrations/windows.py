@@ -248,7 +248,7 @@ class LayerMajorSteps:
 
     def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> None:
         try:
-            engine_of(self.model).forward_backward(forwards)
+            engine_of(self.model).sweep(forwards)
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{error}. In a Trainer, use prepare_trainer(trainer, layer_major=False)"

@@ -114,8 +114,6 @@ class BlockRuns:
         aside = captured.tensors()
         leaves, tree = tree_flatten((output, aside))
         refuse_hidden(block, output, leaves)
-        if self._proof.is_compared(fiber.number):
-            call.checksums = checksums(leaves)
         # A tensor that is returned twice stays one tensor: its gradients meet in one sum.
         places: dict[int, list[int]] = {}
         for index, leaf in enumerate(leaves):
@@ -123,7 +121,9 @@ class BlockRuns:
                 places.setdefault(id(leaf), []).append(index)
         call.which = [indexes[0] for indexes in places.values()]
         if not call.which:
-            return output
+            return output  # It is not repeated.
+        if self._proof.is_compared(fiber.number):
+            call.checksums = checksums(leaves)
         refuse_side_channels(block, call.first_node, [leaves[index] for index in call.which])
         call.gradients = EdgeGradients(len(call.which))
         values = [leaves[index].data for index in call.which]

@@ -115,9 +115,9 @@ class Fiber:
     of a micro-batch, of a call beside its loss, or of a block that is repeated. A fiber starts
     suspended.
 
-    `forward` returns the loss, or None; the attribute `loss` has it when the fiber has ended. The
-    fiber runs with the grad mode, autocast state, number of compute threads, context variables and
-    device stream of the thread that made it.
+    `forward` returns a loss whose backward follows, or None; the attribute `loss` has it when the
+    fiber has ended. The fiber runs with gradients enabled, and with the autocast state, number of
+    compute threads, context variables and device stream of the thread that made it.
 
     records: those of the micro-batch, which a call beside its loss shares
     """

@@ -23,6 +23,10 @@ Note [Same sums]
   shared blocks), plain autograd adds the uses first, and this schedule adds them in the order of
   arrival.
 
+Note [Forwards alone]
+  A call without gradients passes the blocks with the others and leaves no records, so the backward
+  does not meet it. Where all calls are such, the schedule ends behind the last block.
+
 Note [Random numbers]
   Each fiber draws from its own generator state; the first fiber continues the caller's. Results
   therefore do not depend on placement or prefetching. With more than one fiber, dropout differs
@@ -60,7 +64,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -70,7 +74,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.blocks import BlockRuns
 from infinity.modules.accumulate.boundary import BlockCall, RunningBlock, TileStop
 from infinity.modules.accumulate.experts import ExpertsSchedule
-from infinity.modules.accumulate.fiber import Fiber, Random
+from infinity.modules.accumulate.fiber import Fiber, Random, Records
 from infinity.modules.accumulate.module_state import Key, ModuleState
 from infinity.modules.accumulate.of_transformers import (
     refuse_caches,
@@ -107,6 +111,14 @@ class ScheduleParts:
     proof: Proof = field(default_factory=Proof)
 
 
+class Passenger(NamedTuple):
+    """A call that passes the blocks together with others. With `is_graded` it returns a loss, whose
+    backward follows; otherwise it runs without gradients, and its result may be anything."""
+
+    call: Callable[[], Any]
+    is_graded: bool
+
+
 class LayerMajorSchedule:
     """Runs all micro-batches through the blocks, forward and backward. `hooks`: of the blocks."""
 
@@ -133,18 +145,16 @@ class LayerMajorSchedule:
         # Numbers tiles in the order of their first use.
         self._tiles: dict[tuple[int, ...], int] = {}
 
-    def run(
-        self, forwards: Sequence[Callable[[], torch.Tensor]], when_back: Callable[[], None]
-    ) -> list[torch.Tensor]:
-        """Runs forward and backward of every micro-batch and returns the detached losses.
+    def run(self, passengers: Sequence[Passenger], when_back: Callable[[], None]) -> list[Any]:
+        """Runs every call forward, and the backward of those that are graded, which come first.
+        Returns the detached losses, and the results of the others.
 
         `when_back` is called between forward and backward. The caller delays signals; they are
         delivered between the micro-batches of a block.
         """
         if (found := foreign_hook(self._attributes.named)) is not None:
             refuse_hook(*found)
-        micro_batches: list[Fiber] = []
-        attributes = self._attributes
+        attributes, calls = self._attributes, [passenger.call for passenger in passengers]
         left: dict[Key, Any] = {}  # By the micro-batches, for the code after them.
         try:
             with (
@@ -153,39 +163,50 @@ class LayerMajorSchedule:
                 attributes.watched(),
             ):
                 proof = self._parts.proof
-                proof.begin(len(forwards))
-                states = self._random.fresh(len(forwards))
-                for forward, state in zip(forwards, states, strict=True):
-                    number, run, now = len(micro_batches), self._checked(forward), attributes.now()
-                    micro_batches.append(Fiber(number, run, self._parts.device, state, now))
-                self._fibers = list(micro_batches)
+                proof.begin(len(calls))
+                states = self._random.fresh(len(calls))
+                results: list[Any] = [None] * len(calls)
+                micro_batches: list[Fiber] = []
+                for passenger, state in zip(passengers, states, strict=True):
+                    number = len(micro_batches)
+                    run = self._checked(passenger, partial(results.__setitem__, number))
+                    micro_batches.append(self._fiber(number, run, state))
+                    self._fibers.append(micro_batches[-1])
                 hooks = hooks_of(attributes.named, BACKWARD_TABLES)
                 self._program = ProgramState(
                     self._model,
                     [(b.state, b.hooked.module) for b in self._blocks],
-                    [*forwards, *(hook for _, hook in hooks)],
+                    [*calls, *(hook for _, hook in hooks)],
                     proof,
                 )
-                losses = self._go_forward(micro_batches)
-                self._random.end(
-                    [(f.random, s) for f, s in zip(micro_batches, states, strict=True)]
-                )
+                self._go_forward(micro_batches, results)
+                graded = [f for f, p in zip(micro_batches, passengers, strict=True) if p.is_graded]
+                drawn = list(zip(graded or micro_batches, states, strict=False))
+                self._random.end([(fiber.random, state) for fiber, state in drawn])
                 for fiber in micro_batches:
                     left.update(fiber.attributes)
                 attributes.refuse_left([(f.attributes, f.touched) for f in micro_batches])
+                if not graded:
+                    return results
                 when_back()
                 self._program.changed()
-                self._go_backward(micro_batches)
+                self._go_backward(graded)
                 if (names := self._program.changed()) and not proof.is_alone:
                     _refuse(names, "in a backward (by a hook)")
                 proof.end()
-                return losses
+                return results
         finally:
-            for fiber in [*micro_batches, *self._fibers]:
+            for fiber in self._fibers:
                 fiber.abandon()
             self._fibers.clear()
             attributes.keep(left)
             self._parts.inputs.clear()
+
+    def _fiber(
+        self, number: int, run: Callable[[], Any], state: list[Any], records: Records | None = None
+    ) -> Fiber:
+        now = self._attributes.now()
+        return Fiber(number, run, self._parts.device, state, now, records=records)
 
     @property
     def is_in_loss(self) -> bool:
@@ -206,11 +227,7 @@ class LayerMajorSchedule:
                 parent.pause_at(fiber)
             return results[0]
 
-        state = self._random.fresh(2)[1]
-        fiber = Fiber(
-            parent.number, forward, self._parts.device, state, self._attributes.now(),
-            records=parent.records,
-        )  # fmt: skip
+        fiber = self._fiber(parent.number, forward, self._random.fresh(2)[1], parent.records)
         parent.records.graph.is_in_one_thread &= not is_graded
         # Before its parent, so that its results are there when the parent needs them.
         self._fibers.insert(self._fibers.index(parent), fiber)
@@ -237,11 +254,14 @@ class LayerMajorSchedule:
                 _refuse(names, "in a micro-batch, before the one before it has ended")
             self._program.early.update(names)
 
-    def _checked(self, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            loss = forward()
+    def _checked(self, passenger: Passenger, take: Callable[[Any], None]) -> Callable[[], Any]:
+        """Returns what the fiber runs. `take` gets the result of a call without gradients."""
+
+        def run() -> Any:
+            with torch.set_grad_enabled(passenger.is_graded):
+                result = passenger.call()
             _refuse(self._program.of_threads(), "in the thread of a micro-batch")
-            return loss
+            return result if passenger.is_graded else take(result)
 
         return run
 
@@ -275,8 +295,8 @@ class LayerMajorSchedule:
 
     # -- Forward -----------------------------------------------------------------------------------
 
-    def _go_forward(self, micro_batches: list[Fiber]) -> list[torch.Tensor]:
-        losses: dict[int, torch.Tensor] = {}
+    def _go_forward(self, micro_batches: list[Fiber], losses: list[Any]) -> None:
+        """Runs all fibers to their end. Writes the loss of each to its number in `losses`."""
         for fiber in micro_batches:
             self._run_on(fiber, losses)
         while blocks := [s.at for s in self._fibers if isinstance(s.at, RunningBlock)]:
@@ -288,9 +308,8 @@ class LayerMajorSchedule:
                     self._run_by_tiles(group, losses)
             # Except for fibers that are at another block inside this one.
             self._run_by_tiles([fiber for fiber in arrived if fiber.at is _THROUGH], losses)
-        return [losses[fiber.number] for fiber in micro_batches]
 
-    def _run_by_tiles(self, fibers: Sequence[Fiber], losses: dict[int, torch.Tensor]) -> None:
+    def _run_by_tiles(self, fibers: Sequence[Fiber], losses: list[Any]) -> None:
         """Runs every fiber to its next stop that is no tile."""
         for fiber in fibers:
             self._run_on(fiber, losses)
@@ -360,7 +379,7 @@ class LayerMajorSchedule:
             set_process_flags(flags)
             self._running = None
 
-    def _run_on(self, fiber: Fiber, losses: dict[int, torch.Tensor]) -> None:
+    def _run_on(self, fiber: Fiber, losses: list[Any]) -> None:
         records = fiber.records
         is_first = fiber is self._fibers[0] and not records.called
         with self._random_of(fiber):

@@ -1,4 +1,4 @@
-"""The passes of a model: begins and ends forwards, and runs `infinity.forward_backward`.
+"""The passes of a model: begins and ends forwards, and runs calls of the model block by block.
 
 A hook of the model begins a pass. A training loop that calls parts of the model has no such hook;
 there, the first hooked module that runs begins the pass.
@@ -17,7 +17,11 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.modules.accumulate.layer_major import LayerMajorSchedule, ScheduleParts
+from infinity.modules.accumulate.layer_major import (
+    LayerMajorSchedule,
+    Passenger,
+    ScheduleParts,
+)
 from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.hooks import (
     BackwardCalls,
@@ -124,46 +128,58 @@ class ModelPasses:
 
     # -- Layer-major -------------------------------------------------------------------------------
 
-    def forward_backward(
-        self, forwards: Sequence[Callable[[], torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
+    def sweep(self, passengers: Sequence[Passenger]) -> list[Any]:
+        """Runs calls of the model, block by block: see `infinity.forward_backward` and
+        `infinity.forward`. Those that are graded come first. Returns their detached losses, then
+        the results of the others."""
+        is_training = any(passenger.is_graded for passenger in passengers)
         if _is_in_layer_major.get():
-            self._refuse_accumulating()
+            self._refuse_sweep(is_training=is_training)
         with self.alone():
-            self._refuse_accumulating()
-            self._turns.take(ModelPasses.forward_backward.__code__)
+            self._refuse_sweep(is_training=is_training)
+            self._turns.take(ModelPasses.sweep.__code__)
         token = _is_in_layer_major.set(True)
+        run = self._accumulate if is_training else self._go_forward
         try:
-            return self._run_layer_major(forwards)
+            with UNINTERRUPTED.but_at_checks():
+                return run(passengers)
         finally:
             _is_in_layer_major.reset(token)
-            self._turns.end(ModelPasses.forward_backward.__code__)
+            self._turns.end(ModelPasses.sweep.__code__)
 
-    def _run_layer_major(
-        self, forwards: Sequence[Callable[[], torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        blocks = [hooks for hooks in self._hooks if hooks.hooked.is_block]
-        schedule = LayerMajorSchedule(self._model, self._uses, blocks, self._schedule_parts)
-        with UNINTERRUPTED.but_at_checks():
-            try:
-                with self._lock:
-                    self.reset()
-                    self._gradients.begin_accumulating()
-                self._begin_pass("train")
-                if len(forwards) > 1:
-                    self._sum_outside_blocks()
-                self._schedule = schedule
-                with self._passes.layer_major():
-                    return schedule.run(forwards, self._turn_back)
-            finally:
-                self._schedule = None
-                self._passes.end_forward()  # If an error has ended the schedule.
+    def _accumulate(self, passengers: Sequence[Passenger]) -> list[Any]:
+        try:
+            with self._lock:
                 self.reset()
-                self._uses.backward_ended()
-                with self._lock:
-                    self._weight_cache.space.end_device_loans()
-                    self._gradients.end_accumulating()
+                self._gradients.begin_accumulating()
+            self._begin_pass("train")
+            if sum(passenger.is_graded for passenger in passengers) > 1:
+                self._sum_outside_blocks()
+            return self._pass_blocks(passengers)
+        finally:
+            self._passes.end_forward()  # If an error has ended the schedule.
+            self.reset()
+            self._uses.backward_ended()
+            with self._lock:
+                self._weight_cache.space.end_device_loans()
+                self._gradients.end_accumulating()
+
+    def _go_forward(self, passengers: Sequence[Passenger]) -> list[Any]:
+        try:
+            self._begin_pass("eval")
+            return self._pass_blocks(passengers)
+        finally:
+            self._passes.end_forward()
+            self.reset()  # If an error has ended the schedule.
+
+    def _pass_blocks(self, passengers: Sequence[Passenger]) -> list[Any]:
+        blocks = [hooks for hooks in self._hooks if hooks.hooked.is_block]
+        self._schedule = LayerMajorSchedule(self._model, self._uses, blocks, self._schedule_parts)
+        try:
+            with self._passes.layer_major():
+                return self._schedule.run(passengers, self._turn_back)
+        finally:
+            self._schedule = None
 
     def _sum_outside_blocks(self) -> None:
         """Lets gradients outside of blocks be summed on the device, as far as it has memory beside
@@ -190,14 +206,13 @@ class ModelPasses:
             )
         return self._schedule.beside(call)
 
-    def _refuse_accumulating(self) -> None:
+    def _refuse_sweep(self, *, is_training: bool) -> None:
         if self._uses.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
         if self._passes.is_layer_major or current_backward() != OUTSIDE_BACKWARD:
-            raise InfinityError(
-                "infinity.forward_backward inside another one, or inside a backward"
-            )
-        if not torch.is_grad_enabled():
+            name = "forward_backward" if is_training else "forward"
+            raise InfinityError(f"infinity.{name} inside another one, or inside a backward")
+        if is_training and not torch.is_grad_enabled():
             raise InfinityError(
                 "infinity.forward_backward under torch.no_grad(): it runs the backward, too"
             )
