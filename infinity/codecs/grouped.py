@@ -47,6 +47,12 @@ class GroupedScheme:
                     "such a checkpoint, or the bfloat16 one of the model"
                 )
 
+    @property
+    def format(self) -> str:
+        """The layout, and the bits and the columns of a group of most weights, in one word."""
+        bits, group = self._sizes[0]
+        return f"{self._layout.lower()}-int{bits}-g{group}"
+
     def find(self, found: FoundTensors) -> None:
         """See `Scheme.find`."""
         for codes in found.unused(".qweight"):

@@ -26,6 +26,7 @@ from infinity.checkpoint.huggingface.weight_tensors import (
     with_declared,
 )
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
+from infinity.codecs.grouped import GroupedScheme
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
@@ -95,7 +96,7 @@ def read_directory(directory: Path, *, trusts_code: bool = False) -> ModelDirect
     shape = shape_of_config(hf_config, name, where, trusts_code=trusts_code)
     files = tuple(sorted(find_files(directory))) if has_weights(directory) else ()
     if not files:
-        shape = replace(shape, stored=published_format(table, where))
+        shape = replace(shape, stored=published_format(with_declared(directory, table), where))
         stored = stored_of_shape(shape)
         formats = f"{stored.formats}; by config.json, not downloaded"
         return ModelDirectory(directory, shape, replace(stored, formats=formats), ())
@@ -236,7 +237,6 @@ _MODULES: dict[Part, str] = {
     "experts": "model.layers.7.mlp.experts.0.gate_proj",
 }
 _LEFT_OUT_KEYS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers")
-_BITS_OF_INT4 = 4
 
 
 def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | None:
@@ -247,8 +247,9 @@ def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | 
     quantization = quantization_of(table, where)
     if quantization is None:
         return None
-    scheme_of(quantization, where)
-    name = _format_name(quantization)
+    scheme = scheme_of(quantization, where)
+    grouped = scheme.format if isinstance(scheme, GroupedScheme) else ""
+    name = grouped or _format_name(quantization)
     if name == "mxfp4":
         return PublishedFormat(format=name, parts=("experts",))
     patterns = [str(pattern) for key in _LEFT_OUT_KEYS for pattern in quantization.get(key) or ()]
@@ -266,8 +267,6 @@ def _format_name(quantization: Mapping[str, Any]) -> str:
         return "mxfp4"
     if method == "bitsandbytes":
         return "nf4"
-    if method in ("gptq", "awq"):
-        return "int4-g128"
     if "nvfp4" in f"{quantization.get('format')} {quantization.get('quant_algo')}".lower():
         return "nvfp4"
     groups = quantization.get("config_groups")
@@ -276,8 +275,10 @@ def _format_name(quantization: Mapping[str, Any]) -> str:
         for group in (groups.values() if isinstance(groups, Mapping) else ())
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
     ]
-    has_int4 = any(scheme.get("num_bits") == _BITS_OF_INT4 for scheme in weights if scheme)
-    return "int4-g32" if has_int4 else "fp8-128x128"
+    codes = [scheme for scheme in weights if scheme and scheme.get("type") == "int"]
+    if not codes:
+        return "fp8-128x128"
+    return f"int{codes[0].get('num_bits')}-g{codes[0].get('group_size') or -1}"
 
 
 def _matches(pattern: str, module: str) -> bool:

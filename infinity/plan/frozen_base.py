@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4, nvfp4
 from infinity.codecs import stored_nbytes as nbytes_of_parts
+from infinity.codecs.affine import Layout
 from infinity.codecs.part import Decoder
 from infinity.config import AdapterConfig
 from infinity.errors import ConfigError
@@ -215,20 +217,30 @@ PLAIN = "bf16"
 _CODECS: dict[str, Codec] = {
     PLAIN: Plain("BF16"),
     "fp8-128x128": FloatBlocks(),
-    "int4-g32": AffineGroups(),
-    "int4-g128": AffineGroups(128),
     "mxfp4": mxfp4(),
     "nvfp4": nvfp4(),
     "nf4": TableBlocks(),
 }
 
 
+# Of compressed-tensors, or else of the named writer; a group of -1 is a whole row.
+_INTEGERS = re.compile(r"(gptq-|awq-|)int([2-8])-g(-1|[1-9]\d*)")
+
+
 def stored_nbytes(format_name: str, rows: int, columns: int) -> int:
     """Returns the bytes of a matrix of [rows, columns] with its scales. Raises ConfigError for an
     unknown format, and for a matrix that the format cannot store."""
     codec = _CODECS.get(format_name)
+    if found := _INTEGERS.fullmatch(format_name):
+        writer, bits, group = found[1].rstrip("-").upper(), int(found[2]), int(found[3])
+        size = columns if group == -1 else group
+        codec = AffineGroups(size, bits=bits)
+        if writer:  # GPTQ stores the group of each column, whatever it is.
+            layout: Layout = "GPTQ" if writer == "GPTQ" else "AWQ"
+            codec = AffineGroups(size, "F16", bits, layout, True, has_order=layout == "GPTQ")
     if codec is None:
         raise ConfigError(
-            f"stored.format: expected one of {', '.join(_CODECS)}; got {format_name!r}"
+            f"stored.format: expected one of {', '.join(_CODECS)}, int4-g32, gptq-int4-g128, "
+            f"awq-int4-g128 or other bits and groups; got {format_name!r}"
         )
     return nbytes_of_parts(codec, (rows, columns))

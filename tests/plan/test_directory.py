@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from infinity.errors import ConfigError, CorruptionError
 from infinity.plan.directory import read_directory
 from infinity.tools.cli import app
+from tests.support.quantized import tiny_causal_lm, write_quantized
 
 RUNNER = CliRunner()
 HIDDEN, FFN, EXPERT_FFN, EXPERTS, VOCAB = 256, 512, 128, 4, 300
@@ -143,6 +144,19 @@ def test_a_file_with_an_adapter_plans_its_directory(directory: Path, tmp_path: P
     found = in_numbers(str(file), "--hardware", "rtx4090-1nvme")
     assert found["model"]["adapter"]["experts"] and found["batch"]["tokens_per_step"] == 128
     assert found["model"]["stored_nbytes"] == read_directory(directory).stored.nbytes
+
+
+@pytest.mark.parametrize("layout", ["gptq-order", "awq", "fp8"])
+def test_a_quantised_directory_has_the_same_bytes_before_it_is_downloaded(
+    layout: str, tmp_path: Path
+) -> None:
+    write_quantized(tiny_causal_lm("llama"), tmp_path / "base", layout)
+    there = read_directory(tmp_path / "base").stored
+    for file in (tmp_path / "base").glob("*.safetensors"):
+        file.unlink()
+    stored = read_directory(tmp_path / "base").stored
+    sizes = [[b.experts.nbytes + b.rest.nbytes for b in s.blocks] for s in (there, stored)]
+    assert sizes[0] == sizes[1], stored.formats
 
 
 def test_this_machine_reads_the_files_for_its_rate(directory: Path) -> None:

@@ -99,6 +99,14 @@ def chats(count: int, longest: int) -> DataFacts:
         (FP8, "fp8-128x128", {"attention", "dense", "shared", "experts"}),
         (KIMI, "int4-g32", {"experts"}),
         ({"quant_method": "mxfp4"}, "mxfp4", {"experts"}),
+        *(
+            (
+                {"quant_method": method, "bits": bits, "group_size": group},
+                f"{method}-int{bits}-g{group}",
+                {"attention", "dense", "shared", "experts"},
+            )
+            for method, bits, group in (("gptq", 4, 128), ("gptq", 8, -1), ("awq", 4, 64))
+        ),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             "nf4",

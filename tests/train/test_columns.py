@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.tools.cli import app
+from infinity.tools.training import program
 from infinity.tools.training.records import load_records
 
-from .record_jobs import rows_of, small_job, write
+from .record_jobs import MODEL, rows_of, small_job, write
 
 # Without marks for TRL: what the assistant says is marked here.
 OPTIONAL = (
@@ -139,3 +146,16 @@ def test_options_of_a_template_that_are_none_are_refused_by_record(tmp_path, tab
     write(tmp_path / "data.jsonl", [CHAT | {"chat_template_kwargs": {"tokenize": False}}])
     with pytest.raises(ConfigError, match="record 1: the chat template refuses .*'tokenize'"):
         rows_of(table, OPTIONAL)
+
+
+def test_a_model_without_a_tokenizer_is_said_before_the_data_is_counted(tmp_path, table) -> None:
+    AutoModelForCausalLM.from_config(MODEL).save_pretrained(tmp_path / "base")
+    table["model"], table["data"]["tokenizer"] = {"path": str(tmp_path / "base")}, "auto"
+    write(tmp_path / "data.jsonl", [{"messages": 3}])
+    console = Console(file=io.StringIO(), width=300)
+    with pytest.raises(ConfigError, match='expected a list "messages"'):
+        program.train(SwapConfig.load(table), console=console)
+    assert "base has no tokenizer; name a directory that has" in console.file.getvalue()
+    options = ["--data", tmp_path / "data.jsonl", "-o", tmp_path / "new.toml"]
+    told = CliRunner().invoke(app, ["new", *map(str, [tmp_path / "base", *options])])
+    assert "base has no tokenizer; name a directory that has" in told.stderr

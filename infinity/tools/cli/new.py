@@ -215,7 +215,10 @@ def _facts(asked: NewOptions, length: int | None) -> DataFacts | None:
 
     if not asked.data:
         return None
-    return read_data(asked.data, open_tokenizer(tokenizer_of(asked.directory).value), length)
+    choice = tokenizer_of(asked.directory)
+    if choice.value == "bytes" and not asked.quiet:
+        typer.echo(str(choice), err=True)
+    return read_data(asked.data, open_tokenizer(choice.value), length)
 
 
 def _decide(

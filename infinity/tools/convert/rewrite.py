@@ -123,7 +123,8 @@ def as_stored(source: WeightSource, name: str, make: Make) -> PlannedTensor:
     encoded = source.encoded(name)
     infos = [source.stored_info(stored) for stored in encoded.names]
     # JSON whose numbers change is written anew, with space for longer ones.
-    made = {info.name: info for info in _aside_infos(name, encoded.shape, encoded.codec)}
+    states = _aside_infos(name, encoded.shape, encoded.codec)
+    made = {info.name: info for info in states if info.name.startswith(name + STATE_SUFFIX)}
     others = [made.get(stored) or source.stored_info(stored) for stored in encoded.aside]
 
     def encode() -> Values:

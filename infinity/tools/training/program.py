@@ -165,11 +165,10 @@ class Run:
         """The steps that are done, with those before a resumed run."""
         return int(self._trainer.state.global_step)
 
-    def note(self, choices: list[str]) -> None:
-        """Prints the choices that the model made for "auto" values of the file, and accepted
-        changes."""
-        for choice in choices:
-            self._reporter.note(choice)
+    def note(self, changes: list[str]) -> None:
+        """Prints accepted changes."""
+        for change in changes:
+            self._reporter.note(change)
 
     def set_up(self) -> None:
         """Makes the tiers and streams the weights into them."""
@@ -375,6 +374,8 @@ def train(
         rank = stack.enter_context(job_rank(config))
         if not rank.is_first:
             console, trace = Console(quiet=True), None
+        for choice in settled:  # Before the data is counted by a tokenizer that is not meant.
+            console.print(str(choice), markup=False, highlight=False, soft_wrap=True)
         resumed = plan_resume(config, resume=resume, resume_from=resume_from)
         job = prepare(config, stack, resumed, rank)
         if trace is not None:
@@ -382,7 +383,7 @@ def train(
         run = Run(config, job, console, trace)
         stack.callback(run.close)
         accepted = run.checkpoints.check(accept_changes=accept_changes)
-        run.note([*map(str, settled), *accepted])
+        run.note(accepted)
         run.set_up()
         written = "the export" if config.checkpoint is None else "a checkpoint"
         with Interrupt(_STOP_NOTICE.format(written)) as interrupt:
