@@ -217,31 +217,14 @@ class decode:  # noqa: N801 (a submodule)
         block: tuple[int, int],
         values: Sequence[float],
         product: str,
-        zeros: tuple[int, str, int],
+        zeros: tuple[int, str, int, int],
         order: tuple[int, bool],
         global_scales: tuple[int, bool],
+        minima: tuple[int, bool],
+        record: tuple[Any, ...] | None,
+        times: float,
         num_threads: int,
         simd: str,
     ) -> None:
         """Decodes the codes of a `CodeLayout`. Addresses as integers, 0 for a part that is not
         there. Out is (address, format, strides of matrices, rows, columns)."""
-    @staticmethod
-    def blocks(
-        codes: int,
-        shape: tuple[int, int, int],
-        out: tuple[int, str, tuple[int, int, int]],
-        *,
-        numel: int,
-        nbytes: int,
-        group: int,
-        low: tuple[int, int, int],
-        high: tuple[int, int, int],
-        places: tuple[int, int],
-        factors: str,
-        factors_at: int,
-        zero: int,
-        is_minimum_added: bool,
-        values: Sequence[float],
-        num_threads: int,
-        simd: str,
-    ) -> None: ...

@@ -1,6 +1,7 @@
-"""Compares the codecs with the packages that define their formats, bit by bit, on the CPU.
+r"""Compares the codecs with the packages that define their formats, bit by bit, on the CPU.
 
-    python -m pip install --no-deps --target /tmp/packages compressed-tensors loguru bitsandbytes
+    python -m pip install --no-deps --target /tmp/packages compressed-tensors loguru bitsandbytes \
+        mlx mlx-cpu hqq termcolor
     PYTHONPATH=/tmp/packages python scripts/codecs_elsewhere.py
 
 The packages write random weights; their own dequantisation and `infinity.codecs` decode them. Not a
@@ -9,6 +10,7 @@ part of the test suite: with bitsandbytes installed, PEFT and transformers take 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from importlib.metadata import version
 
@@ -98,11 +100,59 @@ def nf4(weight: torch.Tensor) -> int:
     return differing(codec, parts, expected)
 
 
+def llm_int8(weight: torch.Tensor) -> int:
+    import bitsandbytes.functional as bnb
+
+    codes, scales, _ = bnb.int8_vectorwise_quant(weight.half())
+    expected = bnb.int8_vectorwise_dequant(codes, scales).bfloat16()
+    return differing(AffineGroups(weight.shape[1], "F32", 8, "LLM.int8"), [codes, scales], expected)
+
+
+def mlx(weight: torch.Tensor) -> int:
+    import mlx.core
+    import numpy
+
+    def as_torch(array: mlx.core.array) -> torch.Tensor:
+        return torch.from_numpy(numpy.array(array.view(mlx.core.uint16)))
+
+    count, source = 0, mlx.core.array(weight.float().numpy()).astype(mlx.core.bfloat16)
+    for bits in (2, 3, 4, 5, 6, 8):
+        parts = mlx.core.quantize(source, group_size=32, bits=bits)
+        expected = mlx.core.dequantize(*parts, group_size=32, bits=bits)
+        stored = [as_torch(part) for part in parts]
+        expected = as_torch(expected).view(torch.bfloat16)
+        count += differing(AffineGroups(32, "BF16", bits, "MLX"), stored, expected)
+    return count
+
+
+def hqq(weight: torch.Tensor) -> int:
+    from hqq.core.quantize import Quantizer
+
+    count, dtype = 0, torch.bfloat16
+    for bits, axis in itertools.product((1, 2, 4, 8), (0, 1)):
+        if weight.numel() // (32 if axis else 1) * bits % 8:
+            continue
+        codes, facts = Quantizer.quantize(
+            weight,
+            bits,
+            group_size=32,
+            axis=axis,
+            compute_dtype=dtype,
+            device="cpu",
+            optimize=False,
+        )
+        facts.update({part: facts[part].to(dtype) for part in ("scale", "zero")})
+        expected = Quantizer.dequantize(codes, {**facts, "compute_dtype": dtype})
+        codec = AffineGroups(32, "BF16", bits, "HQQ" if axis else "HQQ_DOWN", True)
+        count += differing(codec, [codes, facts["scale"], facts["zero"]], expected)
+    return count
+
+
 def main() -> int:
-    packages = ("compressed-tensors", "bitsandbytes", "torch")
+    packages = ("compressed-tensors", "bitsandbytes", "mlx", "hqq", "torch")
     print(", ".join(f"{name} {version(name)}" for name in packages))
     failed = 0
-    for compare in (int4, e2m1, e2m1_of_16, nf4):
+    for compare in (int4, e2m1, e2m1_of_16, nf4, llm_int8, mlx, hqq):
         for shape in SHAPES:
             if compare is nf4 and shape[0] > 1 and shape[1] % 64:
                 continue  # bitsandbytes' kernel for the CPU takes the scales of other blocks there.

@@ -35,7 +35,6 @@ RowsKernel kernel_of(const KernelTable& table, const Job& job) {
   const auto format = static_cast<std::size_t>(job.out_format);
   const auto product = static_cast<std::size_t>(job.product_format);
   if (job.code_format == CodeFormat::kFp8) return table.fp8[format];
-  if (job.code_format == CodeFormat::kBlocks) return table.blocks[format];
   const bool is_affine = job.code_format == CodeFormat::kAffine;
   return is_affine ? table.affine[product][format] : table.four_bits[product][format];
 }

@@ -7,12 +7,27 @@
 
 namespace infinity::decode {
 
-enum class CodeFormat : unsigned char { kFp8, kFourBits, kAffine, kBlocks };
+enum class CodeFormat : unsigned char { kFp8, kFourBits, kAffine };
 enum class ScaleFormat : unsigned char { kFp32, kBf16, kFp16, kE8m0, kE4m3 };
 enum class FloatFormat : unsigned char { kBf16, kFp16, kFp32 };
 
-// How a matrix of small numbers lies in 32-bit words: infinity/codecs/packing.py.
-enum class Packing : unsigned char { kRows, kColumns, kAwq, kBytes, kPairs };
+// How a matrix of small numbers lies in 32-bit words or in bytes: infinity/codecs/packing.py.
+enum class Packing : unsigned char {
+  kRows, kColumns, kAwq, kBytes, kPairs, kPlanes, kFields, kFloats
+};
+
+// A field of the codes of a record: `bits` of 1, 2, 4 or 8, from byte `at` on. The same bits of
+// `run` bytes in a row are codes in a row.
+struct Field {
+  unsigned at = 0, bits = 0, run = 1;
+};
+
+// Packing of kFields: `numel` codes of a row lie in `nbytes` bytes, with other numbers.
+struct Record {
+  static constexpr unsigned kMaxNumel = 256;
+  unsigned numel = 0, nbytes = 0;
+  Field low, high;  // High bits of a code stand above its low ones; none if `bits` is 0.
+};
 
 struct PackedMatrix {
   const std::uint8_t* words = nullptr;
@@ -20,41 +35,22 @@ struct PackedMatrix {
   unsigned bits = 4;
   std::size_t num_columns = 0;
   std::uint32_t raised = 0;  // Added to every word.
+  std::uint8_t flipped = 0;  // Bits of every number that are stored inverted.
+  std::size_t plane = 1;     // Packing of kPlanes: numbers that have the same bits of their bytes.
+  Record record;
 };
 
-// A field of codes in a block: `bits` of 1, 2, 4 or 8, from byte `at` on. The same bits of `run`
-// bytes in a row are codes in a row.
-struct BlockField {
-  unsigned at = 0, bits = 0, run = 1;
-};
-
-// How the small factors of a block's groups are stored: infinity/codecs/blocks.py.
-enum class BlockFactors : unsigned char {
-  kNone, kBytes, kNibbles, kSixPairs, kSixSigned, kSixSplit
-};
-
-// A block of `numel` codes of one row, with an fp16 scale, perhaps an fp16 minimum, and perhaps a
-// small factor of them for each group of codes.
-struct BlockLayout {
-  static constexpr unsigned kMaxNumel = 256;
-  static constexpr unsigned kMaxGroups = 16;
-  unsigned numel = 0, nbytes = 0, group = 0;
-  BlockField low, high;  // High bits of a code stand above its low ones; none if `bits` is 0.
-  int scale_at = 0, minimum_at = -1;
-  BlockFactors factors = BlockFactors::kNone;
-  unsigned factors_at = 0;
-  int zero = 0;
-  bool is_minimum_added = false;
-  bool has_values = false;  // A code stands for a number of `values`.
-};
+// How small factors of scales and minima are stored: infinity/codecs/records.py.
+enum class Factors : unsigned char { kNone, kBytes, kNibbles, kSixPairs, kSixSigned, kSixSplit };
 
 // One weight: matrices of rows of columns. Codes and scales may lie at any address; the output at a
-// multiple of its element. Codes have row-major order without gaps.
+// multiple of its element.
 struct Job {
   CodeFormat code_format = CodeFormat::kFp8;
   const std::uint8_t* codes = nullptr;
   const std::uint8_t* scales = nullptr;
   ScaleFormat scale_format = ScaleFormat::kFp32;
+  std::size_t scale_stride = 4;  // In bytes, from one scale to the next.
   std::size_t num_matrices = 0;
   std::size_t num_rows = 0;
   std::size_t num_columns = 0;
@@ -72,19 +68,27 @@ struct Job {
   float values[16] = {};
   FloatFormat product_format = FloatFormat::kFp32;
 
-  // Four bits and affine: a zero per group, subtracted from the code; none if `words` is null. Four
-  // bits have groups x rows of them, affine as many as scales.
+  // Four bits and affine: a zero per group, subtracted from the code; if `words` is null, `zero` is
+  // that of all. Four bits have groups x rows of them, affine as many as scales.
   PackedMatrix zeros;
+  std::uint8_t zero = 0;
 
-  // Affine: (code - zero) * scale, rounded as four bits. Groups are of `group` columns, or of rows,
-  // or each row or column has a number of `order`, I32.
+  // Affine: (code - zero, or its value) * scale * `times` less the minimum of the group, each
+  // operation rounded as four bits. Zeros of kFloats have the format of scales. Groups are of
+  // `group` columns, or of rows, or each row or column has a number of `order`, I32.
   PackedMatrix packed;
+  bool has_values = false;  // A code of four bits stands for a number of `values`.
   bool are_groups_down = false;
   std::size_t num_groups = 0;
   const std::uint8_t* order = nullptr;
+  const std::uint8_t* minima = nullptr;  // Format and stride are those of scales.
+  bool are_minima_added = false;
+  float times = 1.0F;
 
-  // Blocks: (code - zero or a value) * scale - minimum, in fp32; scales are in the codes.
-  BlockLayout block;
+  // Affine: `groups_of_scale` groups have one scale and one minimum, times factors of each group.
+  Factors factors = Factors::kNone;
+  const std::uint8_t* factors_at = nullptr;  // Those of the first scale, whose stride they have.
+  std::size_t groups_of_scale = 1;
 
   void* out = nullptr;
   FloatFormat out_format = FloatFormat::kBf16;

@@ -15,8 +15,7 @@ using RowsKernel = void (*)(const Job& job, std::size_t row, std::size_t num_row
 struct KernelTable {
   RowsKernel fp8[3];           // By FloatFormat of the output;
   RowsKernel four_bits[3][3];  // by that of the product, then by that of the output;
-  RowsKernel affine[3][3];     // as these;
-  RowsKernel blocks[3];        // by that of the output.
+  RowsKernel affine[3][3];     // as these.
 };
 
 // A table of null pointers where the compiler could not build for the instruction set.

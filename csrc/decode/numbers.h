@@ -94,39 +94,95 @@ T load(const std::uint8_t* array, std::size_t index) noexcept {
   return value;
 }
 
-inline float scale_at(const Job& job, std::size_t index) noexcept {
-  switch (job.scale_format) {
+inline float number_at(ScaleFormat format, const std::uint8_t* at) noexcept {
+  switch (format) {
     case ScaleFormat::kFp32:
-      return load<float>(job.scales, index);
+      return load<float>(at, 0);
     case ScaleFormat::kBf16:
-      return Bf16::number(load<std::uint16_t>(job.scales, index));
+      return Bf16::number(load<std::uint16_t>(at, 0));
     case ScaleFormat::kFp16:
-      return Fp16::number(load<std::uint16_t>(job.scales, index));
+      return Fp16::number(load<std::uint16_t>(at, 0));
     case ScaleFormat::kE8m0:
-      return e8m0_number(job.scales[index]);
+      return e8m0_number(*at);
     case ScaleFormat::kE4m3:
-      return fp8_number(job.scales[index]);
+      return fp8_number(*at);
   }
   return 0.0F;
 }
 
-// `numel` scales that lie one after the other.
-inline void scales_at(const Job& job, std::size_t index, std::size_t numel,
-                      float* __restrict out) noexcept {
+inline float scale_at(const Job& job, std::size_t index) noexcept {
+  return number_at(job.scale_format, job.scales + index * job.scale_stride);
+}
+
+// `numel` numbers in the format of scales that lie one after the other.
+inline void numbers_at(const Job& job, const std::uint8_t* numbers, std::size_t index,
+                       std::size_t numel, float* __restrict out) noexcept {
   switch (job.scale_format) {
     case ScaleFormat::kBf16:
       for (std::size_t i = 0; i < numel; ++i) {
-        out[i] = Bf16::number(load<std::uint16_t>(job.scales, index + i));
+        out[i] = Bf16::number(load<std::uint16_t>(numbers, index + i));
       }
       return;
     case ScaleFormat::kFp16:
       for (std::size_t i = 0; i < numel; ++i) {
-        out[i] = Fp16::number(load<std::uint16_t>(job.scales, index + i));
+        out[i] = Fp16::number(load<std::uint16_t>(numbers, index + i));
       }
       return;
     default:
-      for (std::size_t i = 0; i < numel; ++i) out[i] = scale_at(job, index + i);
+      for (std::size_t i = 0; i < numel; ++i) {
+        out[i] = number_at(job.scale_format, numbers + (index + i) * job.scale_stride);
+      }
   }
+}
+
+struct Pair {
+  int scale, minimum;
+};
+
+// The small factors of a group.
+inline Pair factors_of(Factors factors, const std::uint8_t* from, std::size_t group) noexcept {
+  const auto part = [&](std::size_t at, std::size_t shift, int mask) {
+    return (from[at] >> shift) & mask;
+  };
+  switch (factors) {
+    case Factors::kNone:
+      break;
+    case Factors::kBytes:
+      return {static_cast<std::int8_t>(from[group]), 0};
+    case Factors::kNibbles:
+      return {part(group, 0, 15), part(group, 4, 15)};
+    case Factors::kSixPairs:  // Of the last four groups, the high bits are in other bytes.
+      if (group < 4) return {part(group, 0, 63), part(group + 4, 0, 63)};
+      return {part(group + 4, 0, 15) | part(group - 4, 2, 48),
+              part(group + 4, 4, 15) | part(group, 2, 48)};
+    case Factors::kSixSigned: {
+      const int high = part(8 + group % 4, group / 4 * 2, 3);
+      return {(part(group % 8, group / 8 * 4, 15) | high << 4) - 32, 0};
+    }
+    case Factors::kSixSplit: {
+      const int high = part(group / 4, group % 4 * 2, 3);
+      return {(part(2 + group / 2, group % 2 * 4, 15) | high << 4) - 32, 0};
+    }
+  }
+  return {1, 1};
+}
+
+struct GroupNumbers {
+  float scale, minimum;  // The minimum is subtracted.
+};
+
+inline GroupNumbers group_at(const Job& job, std::size_t index) noexcept {
+  const std::size_t at = index / job.groups_of_scale * job.scale_stride;
+  GroupNumbers of{number_at(job.scale_format, job.scales + at), 0.0F};
+  if (job.minima != nullptr) of.minimum = number_at(job.scale_format, job.minima + at);
+  if (job.factors != Factors::kNone) {
+    const Pair factors =
+        factors_of(job.factors, job.factors_at + at, index % job.groups_of_scale);
+    of.scale *= static_cast<float>(factors.scale);
+    if (job.minima != nullptr) of.minimum *= static_cast<float>(factors.minimum);
+  }
+  if (job.are_minima_added) of.minimum = -of.minimum;
+  return of;
 }
 
 // Four nibbles, each in a byte of its own at every second place.
@@ -135,9 +191,53 @@ inline std::uint64_t spread(std::uint64_t nibbles) noexcept {
   return (nibbles | nibbles << 12) & 0x000F000F000F000FU;
 }
 
-// The number of zero where none is stored.
-inline std::uint8_t middle_of(const Job& job) noexcept {
-  return static_cast<std::uint8_t>(1U << (job.packed.bits - 1));
+// Codes of a field, or-ed into `codes` from bit `shift` on.
+inline void add_field(const Field& field, const std::uint8_t* record, unsigned numel,
+                      unsigned shift, std::uint8_t* __restrict codes) noexcept {
+  const std::uint8_t* __restrict from = record + field.at;
+  const unsigned mask = (1U << field.bits) - 1U;
+  for (unsigned done = 0; done < numel; from += field.run) {
+    for (unsigned bit = 0; bit < 8; bit += field.bits, done += field.run) {
+      for (unsigned i = 0; i < field.run; ++i) {
+        const unsigned code = (static_cast<unsigned>(from[i]) >> bit) & mask;
+        codes[done + i] = static_cast<std::uint8_t>(codes[done + i] | (code << shift));
+      }
+    }
+  }
+}
+
+// Codes of a row of records, from `column` on.
+inline void unpack_fields(const PackedMatrix& matrix, std::size_t row, std::size_t column,
+                          std::size_t numel, std::uint8_t* __restrict out) noexcept {
+  const Record& record = matrix.record;
+  const std::size_t row_nbytes = matrix.num_columns / record.numel * record.nbytes;
+  const std::uint8_t* records = matrix.words + row * row_nbytes;
+  const std::uint8_t flipped = record.low.bits == 8 ? 0x80 : 0;  // Bytes are signed.
+  for (std::size_t done = 0; done < numel;) {
+    std::uint8_t codes[Record::kMaxNumel] = {};
+    const std::uint8_t* from = records + (column + done) / record.numel * record.nbytes;
+    add_field(record.low, from, record.numel, 0, codes);
+    if (record.high.bits != 0) add_field(record.high, from, record.numel, record.low.bits, codes);
+    for (std::size_t i = (column + done) % record.numel; i < record.numel && done < numel; ++i) {
+      out[done++] = codes[i] ^ flipped;
+    }
+  }
+}
+
+// Numbers from the one of an index on. The first plane has the highest bits of all bytes.
+inline void unpack_planes(const PackedMatrix& matrix, std::size_t index, std::size_t numel,
+                          std::uint8_t* __restrict out) noexcept {
+  const unsigned mask = (1U << matrix.bits) - 1U;
+  for (std::size_t done = 0; done < numel;) {
+    const std::size_t plane = (index + done) / matrix.plane, at = (index + done) % matrix.plane;
+    const std::size_t left = matrix.plane - at;
+    const std::size_t end = done + (left < numel - done ? left : numel - done);
+    const unsigned shift = 8U - matrix.bits * static_cast<unsigned>(plane + 1);
+    const std::uint8_t* __restrict from = matrix.words + at - done;
+    for (; done < end; ++done) {
+      out[done] = static_cast<std::uint8_t>((static_cast<unsigned>(from[done]) >> shift) & mask);
+    }
+  }
 }
 
 // `numel` numbers of a row, from `column` on.
@@ -148,9 +248,13 @@ inline void unpack(const PackedMatrix& matrix, std::size_t row, std::size_t colu
   const std::uint32_t raised = matrix.raised;
   const std::size_t num_columns = matrix.num_columns;
   const std::uint8_t* __restrict words = matrix.words;
-  if (matrix.packing == Packing::kBytes) {
+  if (matrix.packing == Packing::kFields) {
+    unpack_fields(matrix, row, column, numel, out);
+  } else if (matrix.packing == Packing::kPlanes) {
+    unpack_planes(matrix, row * num_columns + column, numel, out);
+  } else if (matrix.packing == Packing::kBytes) {
     const std::uint8_t* __restrict from = words + row * num_columns + column;
-    for (std::size_t i = 0; i < numel; ++i) out[i] = from[i] ^ 0x80U;
+    for (std::size_t i = 0; i < numel; ++i) out[i] = from[i] ^ matrix.flipped;
   } else if (matrix.packing == Packing::kColumns) {
     const std::uint8_t* __restrict from = words + 4 * (row * bits / 32 * num_columns + column);
     const unsigned shift = static_cast<unsigned>(row * bits % 32);
@@ -179,6 +283,7 @@ inline void unpack(const PackedMatrix& matrix, std::size_t row, std::size_t colu
       const std::uint32_t word = load<std::uint32_t>(from, at / 8);
       out[i] = static_cast<std::uint8_t>((word >> kShifts[at % 8]) & 15U);
     }
+    for (i = 0; matrix.flipped != 0 && i < numel; ++i) out[i] ^= matrix.flipped;
   } else if (bits == 8 && raised == 0) {
     const std::uint8_t* __restrict from = words + row * ((num_columns + 3) / 4 * 4) + column;
     for (std::size_t i = 0; i < numel; ++i) out[i] = from[i];

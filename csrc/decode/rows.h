@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "blocks.h"
 #include "kernels.h"
 #include "numbers.h"
 
@@ -41,12 +40,21 @@ template <class Product, class Out>
 inline constexpr bool kIsRoundedOnce =
     std::is_same_v<Product, Fp32> || std::is_same_v<Product, Out>;
 
+template <class Product>
+float narrowed(float number) noexcept {
+  if constexpr (std::is_same_v<Product, Fp32>) {
+    return number;
+  } else {
+    return Product::number(Product::bits(number));
+  }
+}
+
 template <class Product, class Out>
 typename Out::Bits rounded_twice(float product) noexcept {
   if constexpr (kIsRoundedOnce<Product, Out>) {
     return Out::bits(product);
   } else {
-    return Out::bits(Product::number(Product::bits(product)));
+    return Out::bits(narrowed<Product>(product));
   }
 }
 
@@ -81,14 +89,22 @@ void four_bit_row(const Job& job, std::size_t row, std::size_t column, std::size
   std::size_t group = index / job.group;
   for (std::size_t end = (group + 1) * job.group; index < stop; ++group, end += job.group) {
     const std::size_t next = smaller(stop, end);
-    const float scale = group_scale(job, group, row / job.num_rows);
+    float scale = group_scale(job, group, row / job.num_rows);
     const float* values = job.values;
-    float shifted[16];
+    float own[16];
     if (job.zeros.words != nullptr) {
       std::uint8_t zero = 0;
       unpack(job.zeros, row, group % job.zeros.num_columns, 1, &zero);
-      for (int i = 0; i < 16; ++i) shifted[i] = static_cast<float>(i - zero);
-      values = shifted;
+      for (int i = 0; i < 16; ++i) own[i] = static_cast<float>(i - zero);
+      values = own;
+    }
+    if (job.minima != nullptr) {
+      const float minimum = group_at(job, group).minimum;
+      for (int i = 0; i < 16; ++i) {
+        own[i] = narrowed<Product>(narrowed<Product>(values[i] * scale) - minimum);
+      }
+      values = own;
+      scale = 1.0F;
     }
     if (index % 2 != 0) {
       *elements++ = element_at<Product, Out>(job, values, scale, index++);
@@ -101,12 +117,26 @@ void four_bit_row(const Job& job, std::size_t row, std::size_t column, std::size
   }
 }
 
-// The scales and zeros of some columns.
+// The numbers of the groups of some columns.
 struct GroupSpan {
-  static constexpr std::size_t kNumel = 128;
+  static constexpr std::size_t kNumel = 256;
   float scales[kNumel];
-  std::uint8_t zeros[kNumel];
+  float zeros[kNumel];
+  float minima[kNumel];
 };
+
+// Zeros of a row of them.
+inline void load_zeros(const Job& job, std::size_t row, std::size_t column, std::size_t numel,
+                       float* __restrict out) noexcept {
+  if (job.zeros.packing == Packing::kFloats) {
+    numbers_at(job, job.zeros.words, row * job.zeros.num_columns + column, numel, out);
+    return;
+  }
+  std::uint8_t zeros[GroupSpan::kNumel];
+  for (std::size_t i = 0; job.zeros.words == nullptr && i < numel; ++i) zeros[i] = job.zero;
+  if (job.zeros.words != nullptr) unpack(job.zeros, row, column, numel, zeros);
+  for (std::size_t i = 0; i < numel; ++i) out[i] = static_cast<float>(zeros[i]);
+}
 
 // Those of a row whose groups lie across it.
 inline void load_across(const Job& job, std::size_t row, std::size_t column, std::size_t numel,
@@ -115,11 +145,12 @@ inline void load_across(const Job& job, std::size_t row, std::size_t column, std
     const std::size_t group = group_of(job, column + i);
     const std::size_t next = (group + 1) * job.group - column;
     const std::size_t end = job.order != nullptr ? i + 1 : smaller(numel, next);
-    const float scale = scale_at(job, row * job.num_groups + group);
-    std::uint8_t zero = middle_of(job);
-    if (job.zeros.words != nullptr) unpack(job.zeros, row, group, 1, &zero);
+    const GroupNumbers of = group_at(job, row * job.num_groups + group);
+    float zero = 0.0F;
+    load_zeros(job, row, group, 1, &zero);
     for (; i < end; ++i) {
-      span.scales[i] = scale;
+      span.scales[i] = of.scale;
+      span.minima[i] = of.minimum;
       span.zeros[i] = zero;
     }
   }
@@ -128,11 +159,24 @@ inline void load_across(const Job& job, std::size_t row, std::size_t column, std
 // Those of a group of rows.
 inline void load_down(const Job& job, std::size_t group, std::size_t column, std::size_t numel,
                       GroupSpan& span) noexcept {
-  scales_at(job, group * job.num_columns + column, numel, span.scales);
-  if (job.zeros.words != nullptr) {
-    unpack(job.zeros, group, column, numel, span.zeros);
-  } else {
-    for (std::size_t i = 0; i < numel; ++i) span.zeros[i] = middle_of(job);
+  numbers_at(job, job.scales, group * job.num_columns + column, numel, span.scales);
+  load_zeros(job, group, column, numel, span.zeros);
+}
+
+// Elements of numbers whose groups are known.
+template <class Product, class Out>
+void finish(const Job& job, const float* __restrict numbers, const GroupSpan& span,
+            std::size_t numel, typename Out::Bits* __restrict out) noexcept {
+  if (job.minima == nullptr && job.times == 1.0F) {
+    for (std::size_t i = 0; i < numel; ++i) {
+      out[i] = rounded_twice<Product, Out>(numbers[i] * span.scales[i]);
+    }
+    return;
+  }
+  for (std::size_t i = 0; i < numel; ++i) {
+    const float product =
+        narrowed<Product>(narrowed<Product>(numbers[i] * span.scales[i]) * job.times);
+    out[i] = rounded_twice<Product, Out>(product - span.minima[i]);
   }
 }
 
@@ -141,6 +185,8 @@ void affine_rows(const Job& job, std::size_t row, std::size_t num_rows, std::siz
                  std::size_t numel, void* out, std::ptrdiff_t stride) {
   GroupSpan span;
   std::uint8_t codes[GroupSpan::kNumel];
+  float numbers[GroupSpan::kNumel];
+  const bool has_floats = job.zeros.packing == Packing::kFloats;
   for (std::size_t done = 0; done < numel; done += GroupSpan::kNumel) {
     const std::size_t first = column + done;
     const std::size_t count = smaller(GroupSpan::kNumel, numel - done);
@@ -153,13 +199,17 @@ void affine_rows(const Job& job, std::size_t row, std::size_t num_rows, std::siz
         load_down(job, group, first, count, span);
         loaded = group;
       }
-      auto* __restrict elements = static_cast<typename Out::Bits*>(out) +
-                                  static_cast<std::ptrdiff_t>(r) * stride +
-                                  static_cast<std::ptrdiff_t>(done);
       for (std::size_t i = 0; i < count; ++i) {
-        const float number = static_cast<float>(static_cast<int>(codes[i]) - span.zeros[i]);
-        elements[i] = rounded_twice<Product, Out>(number * span.scales[i]);
+        numbers[i] = static_cast<float>(codes[i]) - span.zeros[i];
       }
+      for (std::size_t i = 0; has_floats && i < count; ++i) {
+        numbers[i] = narrowed<Product>(numbers[i]);
+      }
+      for (std::size_t i = 0; job.has_values && i < count; ++i) numbers[i] = job.values[codes[i]];
+      finish<Product, Out>(job, numbers, span, count,
+                           static_cast<typename Out::Bits*>(out) +
+                               static_cast<std::ptrdiff_t>(r) * stride +
+                               static_cast<std::ptrdiff_t>(done));
     }
   }
 }
@@ -208,9 +258,7 @@ constexpr KernelTable table_of() noexcept {
             kFourBits<Lookup, Fp32, Fp32>}},
           {{&affine_rows<Bf16, Bf16>, &affine_rows<Bf16, Fp16>, &affine_rows<Bf16, Fp32>},
            {&affine_rows<Fp16, Bf16>, &affine_rows<Fp16, Fp16>, &affine_rows<Fp16, Fp32>},
-           {&affine_rows<Fp32, Bf16>, &affine_rows<Fp32, Fp16>, &affine_rows<Fp32, Fp32>}},
-          {&each_row<Bf16, &block_row<Bf16>>, &each_row<Fp16, &block_row<Fp16>>,
-           &each_row<Fp32, &block_row<Fp32>>}};
+           {&affine_rows<Fp32, Bf16>, &affine_rows<Fp32, Fp16>, &affine_rows<Fp32, Fp32>}}};
 }
 
 }  // namespace

@@ -11,13 +11,14 @@ import torch
 from infinity.codecs import native
 from infinity.codecs.packing import WORD_BITS, unpacked
 from infinity.codecs.part import flat_bytes, typed
+from infinity.codecs.records import IQ4_VALUES, without_record
 from infinity.codecs.rounding import FLOAT_DTYPES, scales_to_fp32
 from infinity.fused.decode import CodeLayout
 
 # By code of E2M1: sign, two bits of exponent, one of mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
-_INT4_VALUES = tuple(float(code - 8) for code in range(16))
+_VALUES = {"E2M1": E2M1_VALUES, "IQ4": IQ4_VALUES}
 
 
 def decode_natively(
@@ -25,31 +26,52 @@ def decode_natively(
 ) -> None:
     """Fills `out` by the native kernels. `offset`: is added to scales that were nested."""
     named = dict(zip(layout.part_names, parts, strict=True))
-    values: Sequence[float] = {"E2M1": E2M1_VALUES, "INT": _INT4_VALUES}.get(layout.values, ())
+    values: Sequence[float] = _VALUES.get(layout.values, ())
+    if layout.values == "INT" and layout.bits == 4 and isinstance(layout.zeros, int):
+        values = [float(code - layout.zeros) for code in range(16)]
     if "table" in named:
         values = typed(named["table"], torch.float32).tolist()
     if layout.nested_block:
         named["scales"] = flat_bytes(_numbers_of_scales(layout, named, offset))
-    native.decode(layout, named, out, values)
+    target = out.transpose(-1, -2) if layout.is_transposed else out
+    if tuple(target.shape) == layout.shape:
+        native.decode(layout, named, target, values)
+        return
+    target = target.reshape(layout.shape)  # A copy where no view has those rows and columns.
+    native.decode(layout, named, target, values)
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target.view(out.shape))
 
 
 def values_of(layout: CodeLayout, parts: Sequence[torch.Tensor], offset: float) -> torch.Tensor:
     """Returns the weight before its last rounding: the reference of all decoders."""
     matrices, rows, columns = layout.matrices
+    if layout.record:
+        layout, parts = without_record(layout, layout.record, parts[0])
     named = dict(zip(layout.part_names, parts, strict=True))
     if layout.values == "E4M3":
         numbers = typed(named["codes"], torch.float8_e4m3fn).float()
     else:
         codes = unpacked(named["codes"], layout.packing, layout.bits, matrices * rows, columns)
         if layout.values == "INT":
-            numbers = (codes.to(torch.int16) - _zeros(layout, named)).float()
+            numbers = codes.to(torch.int16) - _zeros(layout, named)
+            if layout.zeros == "FLOATS":
+                numbers = numbers.to(FLOAT_DTYPES[layout.product])
+            numbers = numbers.float()
         else:
-            table = torch.tensor(E2M1_VALUES, device=codes.device)
+            table = torch.tensor(_VALUES.get(layout.values, ()), device=codes.device)
             if "table" in named:
                 table = typed(named["table"], torch.float32)
             numbers = table[codes.int()]
     product = numbers.view(layout.matrices) * scales_of(layout, named, offset)
-    value = product.to(FLOAT_DTYPES[layout.product]).view(layout.shape)
+    value = product.to(FLOAT_DTYPES[layout.product])
+    if layout.times != 1:
+        value = value * layout.times
+    if layout.minima:
+        minima = scales_to_fp32(named["minima"], layout.scale).view(matrices, *layout.grid)
+        minima = _spread(layout, named, minima).to(value.dtype)
+        value = value + minima if layout.minima == "PLUS" else value - minima
+    value = value.view(layout.shape)
     return value.transpose(-1, -2) if layout.is_transposed else value
 
 
@@ -81,9 +103,12 @@ def _numbers_of_scales(
 
 
 def _zeros(layout: CodeLayout, named: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
-    if not layout.zeros:
-        return 1 << (layout.bits - 1)
+    if isinstance(layout.zeros, int):
+        return layout.zeros
     stored = named["zeros"]
+    if layout.zeros == "FLOATS":
+        floats = scales_to_fp32(stored, layout.scale).view(1, *layout.grid)
+        return _spread(layout, named, floats)[0]
     if layout.raised:
         stored = flat_bytes(typed(stored, torch.int32) + as_int32(layout.raised))
     zeros = unpacked(stored, layout.zeros, layout.bits, *layout.grid)

@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from infinity.codecs.bitsandbytes import BitsandbytesScheme
-from infinity.codecs.blocks import GgufScheme
 from infinity.codecs.compressed import CompressedScheme
 from infinity.codecs.floating import (
     Mxfp4Scheme,
@@ -25,7 +24,7 @@ from infinity.codecs.floating import (
     quark_scheme,
 )
 from infinity.codecs.found import FoundTensors, Headers, LogicalTensor
-from infinity.codecs.grouped import GroupedScheme
+from infinity.codecs.grouped import GgufScheme, GroupedScheme, HqqScheme, MlxScheme
 from infinity.errors import ConfigError
 
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
@@ -99,8 +98,20 @@ def logical_tensors(
         scheme_of(quantization, where, headers).find(found)
         if found.put_aside(_ACTIVATION_SUFFIXES):
             _say_ignored(where)
+    else:
+        _refuse_untold_codes(found)
     found.add_plain()
     return found.logical
+
+
+def _refuse_untold_codes(found: FoundTensors) -> None:
+    """Raises ConfigError for codes of MLX, of which nothing says how many bits they have."""
+    for name, (dtype, _) in found.headers.items():
+        if dtype == "U32" and name.removesuffix("weight") + "scales" in found.headers:
+            raise found.error(
+                f"{name!r} is U32, as MLX stores codes, and config.json has no 'quantization' that "
+                "says their bits; take the config.json of the same checkpoint"
+            )
 
 
 class Scheme(Protocol):
@@ -123,6 +134,8 @@ _SCHEMES: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "auto-round": GroupedScheme,
     "bitsandbytes": BitsandbytesScheme,
     "gguf": GgufScheme,
+    "mlx": MlxScheme,
+    "hqq": HqqScheme,
 }
 
 

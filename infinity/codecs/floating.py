@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infinity.bounded import MalformedError, integer, list_of
+from infinity.codecs.affine import AffineGroups
 from infinity.codecs.floats import MX_BLOCK, NVFP4_BLOCK, FloatBlocks, mxfp4, nvfp4
 from infinity.codecs.found import FoundTensors
 from infinity.codecs.part import Shape, StoredPart
+from infinity.codecs.rounding import FLOAT_DTYPES
 from infinity.errors import ConfigError
 
 Block = tuple[int, int]  # See `FloatBlocks.block`.
@@ -28,6 +30,7 @@ _MODELOPT_ALGORITHMS = (
 )  # fmt: skip
 _FP8_SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _POWERS = ("F8_E8M0", "U8")
+_INT4_OF_QUARK = {"int4": "QUARK_SIGNED", "uint4": "QUARK"}  # The layouts of its dtypes.
 _LEFTOVERS = (
     "_scale_inv", "_weight_scale", ".weight_scale", ".weight_scale_2", ".qscale_weight",
     ".pre_quant_scale",
@@ -42,16 +45,25 @@ class FloatScheme:
     | F8_E4M3 | `_scale_inv`, `_scale` | FP8 in one of `blocks`, MXFP8 |
     | U8, I8 | `_scale` F8_E8M0 or U8 | MXFP4 |
     | U8 | `_scale` F8_E4M3 and `_scale_2` F32 | NVFP4 |
+    | I32 | `_scale`, `_zero_point` I32 | INT4 of quark |
 
     `.scale` and `.qscale_weight` in place of `.weight` are other names of scales.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        """blocks: those that FP8 codes may have."""
-        self._blocks = tuple(blocks)
+    def __init__(self, blocks: Sequence[Block], groups: Mapping[str, int] = {}) -> None:
+        """blocks: those that FP8 codes may have; groups: of INT4 in a layout of quark."""
+        self._blocks, self._groups = tuple(blocks), groups or {}
 
     def find(self, found: FoundTensors) -> None:
         """See `Scheme.find`."""
+        for layout, group in self._groups.items():
+            for name in found.unused(".weight"):
+                dtype, scales = found.headers[name][0], found.headers.get(f"{name}_scale", ("",))
+                if dtype == "I32" and scales[0] in FLOAT_DTYPES:
+                    *leading, columns, words = found.matrix(name)
+                    codec = AffineGroups(group, scales[0], 4, layout, True)
+                    names = (name, f"{name}_scale", f"{name}_zero_point")
+                    found.add(name, codec, (*leading, 8 * words, columns), names)
         for name, (dtype, _) in found.headers.items():
             if dtype in ("U8", "I8"):
                 scale = _scale_of(found, name)
@@ -188,17 +200,28 @@ def quark_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
     """Returns the scheme of quark. Raises ConfigError for a dtype that no codec knows."""
     of_layers = quantization.get("layer_quant_config") or {}
     tables = [quantization.get("global_quant_config"), *dict(of_layers).values()]
+    groups: dict[str, int] = {}
     for table in tables:
         weight = table.get("weight") if isinstance(table, Mapping) else None
         for spec in weight if isinstance(weight, list) else [weight]:
-            dtype = spec.get("dtype") if isinstance(spec, Mapping) else None
-            if dtype not in (None, "fp8_e4m3", "fp4", "mxfp4"):
+            told = spec if isinstance(spec, Mapping) else {}
+            dtype, scheme, size = (told.get(key) for key in ("dtype", "qscheme", "group_size"))
+            if dtype in _INT4_OF_QUARK and scheme == "per_group" and isinstance(size, int):
+                groups[_INT4_OF_QUARK[dtype]] = size
+            elif dtype not in (None, "fp8_e4m3", "fp4", "mxfp4"):
                 raise ConfigError(
-                    f"{where}: its weights are quantized by quark as {dtype!r}; codecs exist for "
-                    "fp8_e4m3 and fp4 (MXFP4). Use such a checkpoint, or the bfloat16 one of the "
-                    "model"
+                    f"{where}: its weights are quantized by quark as {dtype!r} ({scheme}); codecs "
+                    "exist for fp8_e4m3, fp4 (MXFP4), and int4 and uint4 per_group. Use such a "
+                    "checkpoint, or the bfloat16 one of the model"
                 )
-    return FloatScheme((PER_TENSOR, PER_ROW))
+    export = quantization.get("export")
+    order = export.get("pack_method", "reorder") if isinstance(export, Mapping) else "reorder"
+    if groups and (order != "reorder" or len(groups) > 1 or min(groups.values()) < 1):
+        raise ConfigError(
+            f"{where}: its weights are packed by quark with pack_method={order!r}, {groups}; a "
+            "codec exists for one kind of INT4 with pack_method='reorder'"
+        )
+    return FloatScheme((PER_TENSOR, PER_ROW), groups)
 
 
 def _two_sizes(block: Any, where: str) -> tuple[int, int]:

@@ -15,7 +15,9 @@ from infinity.errors import ConfigError
 Headers = Mapping[str, tuple[str, Shape]]
 
 _WEIGHT_SUFFIXES = ("weight", "_packed", "_blocks", "gate_up_proj", "down_proj")
-_CODE_DTYPES = ("U8", "I8", "I32", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+_CODE_DTYPES = (
+    "U8", "I8", "I32", "U32", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E5M2", "F8_E8M0",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
-"""The checkpoints of GPTQ, AWQ and AutoRound: `qweight`, `qzeros`, `scales` and perhaps `g_idx`.
+"""The checkpoints of codes in groups under names of their own: GPTQ, AWQ, AutoRound, MLX, HQQ; and
+what `infinity convert` makes of GGUF files.
 
 Sources: AutoGPTQ and GPTQModel (`qlinear/`; `utils/model.py`: the two conventions of zeros),
-AutoAWQ (`utils/packing_utils.py`), auto-round (`inference/backend.py`: with and without "zp+-1").
+AutoAWQ (`utils/packing_utils.py`), auto-round (`inference/backend.py`: with and without "zp+-1"),
+mlx-lm (`utils.py`: quantize_model), hqq (`core/quantize.py`: HQQLinear.state_dict).
 """
 
 from __future__ import annotations
@@ -11,15 +13,17 @@ from typing import Any
 
 import torch
 
-from infinity.codecs.affine import AffineGroups, Layout
+from infinity.codecs.affine import AffineGroups, ggml
 from infinity.codecs.found import FoundTensors
 from infinity.codecs.packing import WORD_BITS
+from infinity.codecs.part import StoredPart
+from infinity.codecs.records import RECORDS
 from infinity.errors import ConfigError
 
 _SCALES = ("F16", "BF16", "F32")
 _LEFTOVERS = (".qweight", ".qzeros", ".scales", ".g_idx")
 # Of AutoRound, its layout and whether stored zeros are less by one.
-_PACKINGS: Mapping[str, tuple[Layout, bool]] = {
+_PACKINGS: Mapping[str, tuple[str, bool]] = {
     "auto_round": ("GPTQ", False),
     "auto_round:gptqmodel": ("GPTQ", False),
     "auto_round:auto_gptq": ("GPTQ", True),
@@ -62,10 +66,7 @@ class GroupedScheme:
     def _add(self, found: FoundTensors, module: str) -> None:
         names = [f"{module}.{part}" for part in ("qweight", "scales", "qzeros", "g_idx")]
         codes, scales, _, order = names
-        dtype, _ = found.headers.get(scales, ("", ()))
-        if dtype not in _SCALES:
-            came = f"is {dtype}" if dtype else "is missing"
-            raise found.error(f"{scales!r} {came}; expected scales of {', '.join(_SCALES)}")
+        dtype = _dtype_of_scales(found, scales)
         found.matrix(codes)
         fitting = list(self._fitting(found, codes, dtype))
         codec, shape = next(
@@ -109,6 +110,125 @@ class GroupedScheme:
         return stored == [part.shape for part in parts]
 
 
+class MlxScheme:
+    """`weight` U32, `scales` and `biases`; `quantization` has bits and group size, and those of
+    single modules under their names."""
+
+    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
+        modules = {key: own for key, own in quantization.items() if isinstance(own, Mapping)}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        for module, own in {"": quantization, **modules}.items():
+            bits, group = own.get("bits"), own.get("group_size", quantization.get("group_size"))
+            mode = own.get("mode", quantization.get("mode", "affine"))
+            is_size = isinstance(group, int) and group > 0
+            if bits not in (2, 3, 4, 5, 6, 8) or not is_size or mode != "affine":
+                told = f"mode={mode!r}, bits={bits!r}, group_size={group!r}"
+                told += f" ({module})" if module else ""
+                raise _unknown(where, "MLX", told, "mode='affine' in 2, 3, 4, 5, 6 or 8 bits")
+            self._sizes[module] = bits, group
+
+    @property
+    def format(self) -> str:
+        """As `GroupedScheme.format`."""
+        bits, group = self._sizes[""]
+        return f"mlx-int{bits}-g{group}"
+
+    def find(self, found: FoundTensors) -> None:
+        """See `Scheme.find`."""
+        for scales in found.unused(".scales"):
+            module = scales.removesuffix(".scales")
+            names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
+            dtype = _dtype_of_scales(found, scales)
+            if names[0] not in found.headers:
+                raise found.error(f"{names[0]!r} is missing, to which {scales!r} belongs")
+            bits, group = self._sizes.get(module, self._sizes[""])
+            *leading, words = found.matrix(names[0])
+            codec = AffineGroups(group, dtype, bits, "MLX")
+            found.add(f"{module}.weight", codec, (*leading, words * WORD_BITS // bits), names)
+        found.refuse_leftovers((".scales",), "MLX")
+
+
+# What HQQ stores beside codes, scales and zeros, of which only the first four are read.
+_FACTS_OF_HQQ = (
+    "shape", "nbits", "group_size", "axis", "packing", "unpack_view_dtype", "view_as_float",
+    "quant_scale", "quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict",
+    "stores_quant_config", "channel_wise", "optimize", "round_zero",
+)  # fmt: skip
+
+
+class HqqScheme:
+    """`W_q`, `scale` and `zero`; small tensors beside them say how they are stored."""
+
+    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
+        del quantization, where  # It says what the tensors say.
+
+    def find(self, found: FoundTensors) -> None:
+        """See `Scheme.find`."""
+        for codes in found.unused(".W_q"):
+            self._add(found, codes.removesuffix(".W_q"))
+        found.refuse_leftovers((".W_q", ".scale_q", ".zero_q"), "HQQ")
+
+    def _add(self, found: FoundTensors, module: str) -> None:
+        names = [f"{module}.{part}" for part in ("W_q", "scale", "zero")]
+        dtype = _dtype_of_scales(found, names[1])
+        facts = {fact: _numbers_in(found, f"{module}.{fact}") for fact in _FACTS_OF_HQQ[:4]}
+        shape, (bits,), (axis,) = facts["shape"], facts["nbits"] or (0,), facts["axis"] or (-1,)
+        if bits not in (1, 2, 4, 8) or axis not in (0, 1) or len(shape) != 2:
+            raise found.error(
+                f"{names[0]!r} is quantized by HQQ with nbits={bits}, axis={axis}, shape={shape}; "
+                "a codec exists for matrices in 1, 2, 4 or 8 bits. Quantise the model again so"
+            )
+        (group,) = facts["group_size"] or (shape[axis],)
+        codec = AffineGroups(max(1, group), dtype, bits, "HQQ" if axis else "HQQ_DOWN", True)
+        name, logical = f"{module}.weight", (shape[0], shape[1])
+        parts = list(found.parts(name, codec, logical))
+        stored = found.headers[names[0]]
+        as_stored = StoredPart("", *stored)
+        if as_stored.nbytes == parts[0].nbytes:
+            parts[0] = as_stored  # view_as_float: the same bytes under another dtype.
+        aside = [f"{module}.{fact}" for fact in _FACTS_OF_HQQ]
+        found.add(name, codec, logical, names, parts=parts, aside=aside)
+
+
+def _numbers_in(found: FoundTensors, name: str) -> tuple[int, ...]:
+    """Returns the integers of a small tensor, none if it is not there. Raises ConfigError."""
+    dtype = found.headers.get(name, ("",))[0]
+    if not dtype:
+        return ()
+    if dtype not in ("I32", "I64"):
+        raise found.error(f"{name!r} is {dtype}; expected I32 or I64, as hqq writes it")
+    kind = torch.int32 if dtype == "I32" else torch.int64
+    content = bytearray(found.read(name))
+    return tuple(torch.frombuffer(content, dtype=kind).tolist()) if content else ()
+
+
+def _dtype_of_scales(found: FoundTensors, scales: str) -> str:
+    """Returns the dtype of a part. Raises ConfigError for one that scales do not have."""
+    dtype, _ = found.headers.get(scales, ("", ()))
+    if dtype not in _SCALES:
+        came = f"is {dtype}" if dtype else "is missing"
+        raise found.error(f"{scales!r} {came}; expected scales of {', '.join(_SCALES)}")
+    return dtype
+
+
+class GgufScheme:
+    """What `infinity convert` writes of a GGUF file: a tensor of records has its type as the last
+    part of its name."""
+
+    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
+        del quantization, where
+
+    def find(self, found: FoundTensors) -> None:
+        """See `Scheme.find`."""
+        for kind, layout in RECORDS.items():
+            assert layout.record is not None
+            for name in found.unused(f".{kind}"):
+                *leading, width = found.matrix(name)
+                shape = (*leading, width // layout.record.nbytes * layout.record.numel)
+                found.add(name.removesuffix(f".{kind}"), ggml(kind), shape, [name])
+        found.refuse_leftovers((), "GGUF")
+
+
 def check_order(found: FoundTensors, name: str, columns: int, groups: int, group: int) -> bool:
     """Returns whether a `g_idx` orders columns in another way than side by side. Raises ConfigError
     for one of another shape, and for a group that is not there."""
@@ -124,7 +244,7 @@ def check_order(found: FoundTensors, name: str, columns: int, groups: int, group
     return not torch.equal(order, (torch.arange(columns) // group).int())
 
 
-def _layout_of(quantization: Mapping[str, Any], where: str) -> tuple[Layout, bool]:
+def _layout_of(quantization: Mapping[str, Any], where: str) -> tuple[str, bool]:
     """Returns the layout, and whether stored zeros are less by one. Raises ConfigError."""
     method = quantization.get("quant_method")
     if method == "awq":

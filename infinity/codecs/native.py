@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import astuple
 
 import torch
 
@@ -53,20 +53,19 @@ def decode(
     out: torch.Tensor,
     values: Sequence[float],
 ) -> None:
-    """Decodes codes.
+    """Decodes codes to the stored matrices of a weight, in rows and columns as they are stored.
 
     parts: by the names of `layout.part_names`; scales that were nested are fp32
     values: the numbers of the 16 codes of four bits; of integers those without a zero
     """
     shape = layout.shape
-    out = out.transpose(-1, -2) if layout.is_transposed else out
     if layout.packing == "PAIRS" and out.is_contiguous():
         shape, out = (1, out.numel()), out.view(1, -1)
     elif len(shape) == 1:
         shape, out = (1, *shape), out[None]
     _core.decode.codes(
         parts["codes"].data_ptr(),
-        parts["scales"].data_ptr(),
+        parts.get("scales", parts["codes"]).data_ptr(),
         "F32" if layout.nested_block else layout.scale,
         _matrices(shape),
         _output(out),
@@ -76,24 +75,22 @@ def decode(
         block=layout.block,
         values=values,
         product=layout.product,
-        zeros=(_address(parts.get("zeros")), layout.zeros or "ROWS", layout.raised),
+        zeros=_zeros(layout, parts),
         order=(_address(parts.get("order")), layout.is_transposed),
         global_scales=(_address(parts.get("global")), layout.global_scale == "OVER"),
+        minima=(_address(parts.get("minima")), layout.minima == "PLUS"),
+        record=astuple(layout.record) if layout.record else None,
+        times=layout.times,
         num_threads=threads_here(torch.get_num_threads()),
         simd=_simd(),
     )
 
 
-def decode_blocks(codes: torch.Tensor, shape: Shape, out: torch.Tensor, **layout: Any) -> None:
-    """Decodes `GgmlBlocks`; `layout` has the names of the native function."""
-    _core.decode.blocks(
-        codes.data_ptr(),
-        _matrices(shape),
-        _output(out),
-        num_threads=threads_here(torch.get_num_threads()),
-        simd=_simd(),
-        **layout,
-    )
+def _zeros(layout: CodeLayout, parts: Mapping[str, torch.Tensor]) -> tuple[int, str, int, int]:
+    """Returns (address, or 0 for none; packing; what is added to words; the zero of all codes)."""
+    if isinstance(layout.zeros, int):
+        return 0, "ROWS", 0, layout.zeros
+    return parts["zeros"].data_ptr(), layout.zeros, layout.raised, 0
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -71,7 +71,7 @@ class FusedCodec(Codec):
 
     @override
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
-        return values_of(self.code_layout(shape), parts, self.offset)
+        return values_of(self.code_layout(shape), parts, self.offset).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

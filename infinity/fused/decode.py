@@ -28,6 +28,28 @@ ALIGNMENT = 16  # In bytes, of what a thread stores at once.
 _MOST_WITHIN = (1 << 31) - 1  # From the first element of a tile to its last: numbers of 32 bits.
 
 
+Field = tuple[int, int, int]  # (first byte, bits of a code, run)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where `numel` codes of a row and the numbers of their groups lie in `nbytes` bytes.
+
+    low, high: fields of the low and the high bits of codes. A byte holds 8 / bits codes; the same
+        bits of `run` bytes in a row are codes in a row. Codes of 8 bits are signed.
+    scale, minimum: the bytes of the scale and the minimum of the record; -1 without a minimum
+    factors: (packing, first byte) of small factors, which make them those of each group
+    """
+
+    numel: int
+    nbytes: int
+    low: Field
+    scale: int
+    high: Field = (0, 0, 1)
+    minimum: int = -1
+    factors: tuple[str, int] = ("", 0)
+
+
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
     """Where the codes of a weight and the numbers that belong to them lie, and what they stand for.
@@ -36,16 +58,21 @@ class CodeLayout:
 
     shape: of the stored matrix, or matrices: that of the weight, whose last dimensions are swapped
         if `is_transposed`
-    values: what codes stand for: E4M3, E2M1, INT (the code less a zero), or the TABLE of a part
+    values: what codes stand for: E4M3, E2M1, INT (the code less a zero), IQ4 of ggml, or the TABLE
+        of a part
     packing, bits: how codes are stored: `codecs/packing.py`; E4M3 are bytes
     scale: the dtype of the scales; F8_E8M0 also for U8
     block: rows and columns that share a scale, none of them 0; of PAIRS codes of the weight
     product: the dtype that value * scale is rounded to, before it is rounded to that of the output
-    zeros: the packing of the zeros, one for each scale; "": all zeros are the middle code
+    zeros: the zero of all codes, or the packing of zeros, one for each scale; a code less a zero of
+        FLOATS is rounded as the product
     raised: is added to words of zeros
     has_order: an I32 per column of the weight names its group instead of its place
     nested_block: scales that share a scale of their own, 0 if they are not nested
     global_scale: what an fp32 number of each matrix does to its scales, TIMES or OVER; "" without
+    minima: what a number for each scale does to the product, PLUS or MINUS; "" without
+    record: of codes and numbers that lie together in one part
+    times: the product is multiplied by it, and rounded again
     """
 
     shape: tuple[int, ...]
@@ -56,11 +83,14 @@ class CodeLayout:
     packing: str = "ROWS"
     bits: int = 4
     is_transposed: bool = False
-    zeros: str = ""
+    zeros: str | int = 0
     raised: int = 0
     has_order: bool = False
     nested_block: int = 0
     global_scale: str = ""
+    minima: str = ""
+    record: Record | None = None
+    times: float = 1.0
 
     @property
     def matrices(self) -> tuple[int, int, int]:
@@ -78,9 +108,12 @@ class CodeLayout:
     @property
     def part_names(self) -> tuple[str, ...]:
         """The parts that decoding needs, in their order."""
+        if self.record:
+            return ("codes",)
         others = {
-            "zeros": bool(self.zeros),
+            "zeros": isinstance(self.zeros, str),
             "order": self.has_order,
+            "minima": bool(self.minima),
             "table": self.values == "TABLE",
             "nested": bool(self.nested_block),
             "nested_map": bool(self.nested_block),
@@ -97,7 +130,9 @@ class CodeLayout:
     @property
     def has_kernel(self) -> bool:
         """Whether the Triton kernel is for such codes."""
-        return self.values == "E4M3" or (self.has_pairs and not self.zeros)
+        has_numbers = self.values != "INT" or self.zeros == 1 << (self.bits - 1)
+        has_one_product = not self.minima and self.times == 1
+        return self.values == "E4M3" or (self.has_pairs and has_numbers and has_one_product)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from infinity.checkpoint.huggingface.weight_tensors import (
     with_declared,
 )
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
-from infinity.codecs.grouped import GroupedScheme
+from infinity.codecs.grouped import GroupedScheme, MlxScheme
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
@@ -248,7 +248,13 @@ def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | 
     if quantization is None:
         return None
     scheme = scheme_of(quantization, where)
-    grouped = scheme.format if isinstance(scheme, GroupedScheme) else ""
+    method = method_of(quantization)
+    if method == "hqq" or quantization.get("load_in_8bit"):
+        raise ConfigError(
+            f"{where}: the sizes of weights of {method} in this format are counted in its files; "
+            "download them, and plan the directory"
+        )
+    grouped = scheme.format if isinstance(scheme, GroupedScheme | MlxScheme) else ""
     name = grouped or _format_name(quantization)
     if name == "mxfp4":
         return PublishedFormat(format=name, parts=("experts",))

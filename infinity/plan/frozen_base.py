@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4, nvfp4
 from infinity.codecs import stored_nbytes as nbytes_of_parts
-from infinity.codecs.affine import Layout
 from infinity.codecs.part import Decoder
 from infinity.config import AdapterConfig
 from infinity.errors import ConfigError
@@ -224,7 +223,7 @@ _CODECS: dict[str, Codec] = {
 
 
 # Of compressed-tensors, or else of the named writer; a group of -1 is a whole row.
-_INTEGERS = re.compile(r"(gptq-|awq-|)int([2-8])-g(-1|[1-9]\d*)")
+_INTEGERS = re.compile(r"(gptq-|awq-|mlx-|)int([2-8])-g(-1|[1-9]\d*)")
 
 
 def stored_nbytes(format_name: str, rows: int, columns: int) -> int:
@@ -235,12 +234,13 @@ def stored_nbytes(format_name: str, rows: int, columns: int) -> int:
         writer, bits, group = found[1].rstrip("-").upper(), int(found[2]), int(found[3])
         size = columns if group == -1 else group
         codec = AffineGroups(size, bits=bits)
-        if writer:  # GPTQ stores the group of each column, whatever it is.
-            layout: Layout = "GPTQ" if writer == "GPTQ" else "AWQ"
-            codec = AffineGroups(size, "F16", bits, layout, True, has_order=layout == "GPTQ")
+        if writer == "MLX":
+            codec = AffineGroups(size, bits=bits, layout=writer)
+        elif writer:  # GPTQ stores the group of each column, whatever it is.
+            codec = AffineGroups(size, "F16", bits, writer, True, has_order=writer == "GPTQ")
     if codec is None:
         raise ConfigError(
             f"stored.format: expected one of {', '.join(_CODECS)}, int4-g32, gptq-int4-g128, "
-            f"awq-int4-g128 or other bits and groups; got {format_name!r}"
+            f"awq-int4-g128, mlx-int4-g64 or other bits and groups; got {format_name!r}"
         )
     return nbytes_of_parts(codec, (rows, columns))

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import infinity
 from infinity.checkpoint.huggingface.import_weights import weight_source
-from infinity.codecs.blocks import LAYOUTS, GgmlBlocks
+from infinity.codecs.affine import AffineGroups
+from infinity.codecs.records import RECORDS
 from infinity.errors import ConfigError, CorruptionError
 from infinity.tools.convert.gguf import plan_gguf
 from infinity.tools.convert.rewrite import write_directory
@@ -109,11 +110,11 @@ def _add(tensors: dict[str, Any], name: str, values: np.ndarray[Any, Any], kind_
 
 def _any_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray[Any, Any]:
     """Blocks that gguf does not write: any codes, with scales of the size of weights."""
-    layout = LAYOUTS[kind]
+    record = RECORDS[kind].record
     source = np.random.default_rng(len(shape) + shape[0])
-    blocks = source.integers(0, 256, (*shape[:-1], shape[-1] // layout.numel, layout.nbytes))
+    blocks = source.integers(0, 256, (*shape[:-1], shape[-1] // record.numel, record.nbytes))
     blocks = blocks.astype(np.uint8)
-    for at in (layout.scale, layout.minimum):
+    for at in (record.scale, record.minimum):
         if at >= 0:
             halves = source.normal(0, 1e-3, (*blocks.shape[:-1], 1)).astype(np.float16)
             blocks[..., at : at + 2] = halves.view(np.uint8)
@@ -198,7 +199,7 @@ def test_values_are_those_of_transformers(architecture: str, tmp_path: Path) -> 
         assert torch.equal(values, expected[name]), name
     source = weight_source(tmp_path / "out")
     kinds = {type(source.encoded(name).codec) for name in source.names() if "proj" in name}
-    assert kinds - {GgmlBlocks} == set() or architecture == "qwen2"  # Whose biases are numbers.
+    assert kinds - {AffineGroups} == set() or architecture == "qwen2"  # Whose biases are numbers.
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])

@@ -131,3 +131,72 @@ def test_zeros_of_gptq_that_were_lowered_as_words_are_raised_as_words() -> None:
     parts = [words_of(np.full((8, 8), 5), 4), np.ones((1, 8), np.float32), lowered]
     out = decoded(codec, [flat(part) for part in parts], (8, 8), torch.float32)
     assert out[:, 0].tolist() == (5 - zeros[0]).tolist()
+
+
+# -- Layouts of other writers ----------------------------------------------------------------------
+
+
+def numbers_of(shape: tuple[int, int], bits: int) -> Any:
+    return np.random.default_rng(bits).integers(0, 1 << bits, shape)
+
+
+def floats_of(shape: tuple[int, int], kind: Any = np.float32) -> Any:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(kind)
+
+
+def assert_values(codec: AffineGroups, parts: list[Any], expected: Any) -> None:
+    stored, dtype = [flat(part) for part in parts], torch.from_numpy(expected).dtype
+    native = decoded(codec, stored, expected.shape, dtype).numpy()
+    assert np.array_equal(as_bits(native), as_bits(expected))
+    turned = torch.empty(expected.T.shape, dtype=dtype).t()
+    codec.decode(stored, expected.shape, turned)
+    assert np.array_equal(as_bits(turned.numpy()), as_bits(expected))
+    values = codec.values(stored, expected.shape).contiguous().numpy()
+    assert np.array_equal(as_bits(values), as_bits(expected))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_mlx_scales_a_code_and_adds_a_bias_in_the_dtype_of_both(bits: int, simd: str) -> None:
+    """mlx `backend/cpu/quantized.cpp`: scale * code + bias, each rounded."""
+    codes, groups = numbers_of((10, 192), bits), (10, 3)
+    scales, biases = floats_of(groups, np.float16), floats_of(groups, np.float16)[::-1]
+    spread = (codes.astype(np.float16).reshape(10, 3, 64) * scales[..., None]) + biases[..., None]
+    codec = AffineGroups(64, "F16", bits, "MLX")
+    assert_values(codec, [words_of(codes, bits), scales, biases], spread.reshape(10, 192))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_hqq_subtracts_a_zero_that_is_no_integer(bits: int, axis: int, simd: str) -> None:
+    """hqq `core/quantize.py`: ((W_q - zero) * scale).reshape(shape); `core/bitpack.py`."""
+    stored = (144, 32) if axis else (32, 144)
+    groups = (144, 1) if axis else (1, 144)
+    codes = numbers_of(stored, bits)
+    scales, zeros = floats_of(groups, np.float16), floats_of(groups, np.float16) * 5
+    expected = (codes.astype(np.float16) - zeros) * scales
+    planes = np.split(codes, 8 // bits)
+    packed_codes = sum(plane << (8 - bits * (at + 1)) for at, plane in enumerate(planes))
+    codec = AffineGroups(32, "F16", bits, "HQQ" if axis else "HQQ_DOWN", True)
+    parts = [packed_codes.astype(np.uint8), scales, zeros]
+    assert_values(codec, parts, expected.reshape(48, 96))
+
+
+def test_llm_int8_multiplies_by_the_scale_and_then_by_one_of_127(simd: str) -> None:
+    """bitsandbytes `_ops.py`, int8_vectorwise_dequant: A * stats * 7.874015718698502e-3."""
+    codes = numbers_of((10, 33), 8).astype(np.int64) - 128
+    scales = floats_of((10, 1))
+    expected = codes.astype(np.float32) * scales * np.float32(7.874015718698502e-3)
+    codec = AffineGroups(33, "F32", 8, "LLM.int8")
+    assert_values(codec, [codes.astype(np.int8), scales], expected)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_quark_multiplies_in_fp32(is_signed: bool, simd: str) -> None:
+    """quark `torch/utils/pack.py`, Pack_4_bits; `dequantize_int_per_group_affine`."""
+    codes, zeros = numbers_of((40, 96), 4), numbers_of((40, 3), 4)
+    scales = floats_of((40, 3), np.float16)
+    expected = (codes - zeros.repeat(32, 1)).astype(np.float32) * scales.repeat(32, 1)
+    flip = 8 * is_signed
+    parts = [awq_words(codes.T ^ flip), scales.T, awq_words(zeros.T ^ flip)]
+    codec = AffineGroups(32, "F16", 4, "QUARK_SIGNED" if is_signed else "QUARK", True)
+    assert_values(codec, parts, expected.astype(np.float32))

@@ -8,8 +8,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from infinity.codecs.blocks import LAYOUTS, GgmlBlocks
+from infinity.codecs.affine import ggml
 from infinity.codecs.native import SIMD_VARIABLE, instruction_sets
+from infinity.codecs.records import RECORDS
 from infinity.codecs.rounding import store
 from infinity.errors import ConfigError
 
@@ -18,12 +19,12 @@ ROWS = 6
 
 def random_blocks(kind: str, columns: int) -> torch.Tensor:
     """ROWS x bytes: any bits, with scales that are numbers."""
-    layout = LAYOUTS[kind]
+    record = RECORDS[kind].record
     blocks = torch.randint(
-        256, (ROWS * columns // layout.numel, layout.nbytes), dtype=torch.uint8,
-        generator=torch.Generator().manual_seed(layout.nbytes),
+        256, (ROWS * columns // record.numel, record.nbytes), dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(record.nbytes),
     )  # fmt: skip
-    for at in (layout.scale, layout.minimum):
+    for at in (record.scale, record.minimum):
         if at >= 0:
             halves = torch.randn(len(blocks), 1, generator=torch.Generator().manual_seed(at + 1))
             blocks[:, at : at + 2] = halves.half().view(torch.uint8)
@@ -35,10 +36,10 @@ def expected_of(kind: str, stored: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("simd", instruction_sets())
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", RECORDS)
 def test_a_type_decodes_as_the_gguf_package_does(monkeypatch, kind: str, simd: str) -> None:
     monkeypatch.setenv(SIMD_VARIABLE, simd)
-    codec, shape = GgmlBlocks(kind), (ROWS, 3 * 256)
+    codec, shape = ggml(kind), (ROWS, 3 * 256)
     stored = random_blocks(kind, shape[1])
     (part,) = codec.parts(shape)
     assert (part.dtype, part.shape) == ("U8", tuple(stored.shape))
@@ -53,9 +54,9 @@ def test_a_type_decodes_as_the_gguf_package_does(monkeypatch, kind: str, simd: s
             assert torch.equal(out, rounded), (dtype, out.stride())
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", RECORDS)
 def test_experts_and_rows_decode_alone(kind: str) -> None:
-    codec, shape = GgmlBlocks(kind), (2, ROWS // 2, 256)
+    codec, shape = ggml(kind), (2, ROWS // 2, 256)
     flat = random_blocks(kind, 256).view(-1)
     whole = torch.empty(shape)
     codec.decode([flat], shape, whole)
@@ -65,9 +66,9 @@ def test_experts_and_rows_decode_alone(kind: str) -> None:
     assert torch.equal(second[0], whole[1])
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", RECORDS)
 def test_any_address_and_a_signed_zero_keep_their_bits(kind: str) -> None:
-    codec, shape = GgmlBlocks(kind), (1, 256)
+    codec, shape = ggml(kind), (1, 256)
     flat = random_blocks(kind, 256).view(-1)[: codec.parts(shape)[0].nbytes]
     shifted = torch.cat([flat[:1], flat])[1:]
     out = torch.empty(shape)
@@ -78,9 +79,9 @@ def test_any_address_and_a_signed_zero_keep_their_bits(kind: str) -> None:
 
 def test_columns_that_do_not_fill_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Q4_K of GGUF.*blocks of 256"):
-        GgmlBlocks("Q4_K").parts((4, 128))
+        ggml("Q4_K").parts((4, 128))
 
 
 def test_blocks_are_not_written() -> None:
     with pytest.raises(ConfigError, match="llama.cpp makes a GGUF file"):
-        GgmlBlocks("Q4_K").encode(torch.zeros(4, 256))
+        ggml("Q4_K").encode(torch.zeros(4, 256))

@@ -63,7 +63,7 @@ def test_the_ranges_of_rows_decode_to_those_rows(codec: Codec, shape: tuple[int,
             out = decoded(codec, cut, (stop - start, *shape[1:]), torch.bfloat16)
             assert torch.equal(bits(out), bits(full[start:stop]))
     is_flat = (
-        getattr(codec, "layout", "") in ("GPTQ", "AWQ")
+        getattr(codec, "layout", "").startswith(("GPTQ", "AWQ", "HQQ", "QUARK"))
         or isinstance(codec, TableBlocks)
         or (codec == mxfp4(True) and len(shape) == 2)
     )

@@ -93,7 +93,32 @@ AWQ_HEADERS: Headers = {
     "a.scales": ("BF16", (3, 48)),
 }
 ZEROS_HEADERS: Headers = {**INT4_HEADERS, "a.weight_zero_point": ("I32", (6, 3))}
+MLX = {"quantization_config": LAYOUTS["mlx"].table}
+MLX_HEADERS: Headers = {
+    **NORM,
+    "a.weight": ("U32", (48, 16)),
+    "a.scales": ("BF16", (48, 2)),
+    "a.biases": ("BF16", (48, 2)),
+}
+QUARK = {"quantization_config": LAYOUTS["quark-int4"].table}
+QUARK_HEADERS: Headers = {
+    **NORM,
+    "a.weight": ("I32", (96, 6)),
+    "a.weight_scale": ("BF16", (3, 48)),
+    "a.weight_zero_point": ("I32", (3, 6)),
+}
+INT8 = {"quantization_config": LAYOUTS["llm-int8"].table}
+INT8_HEADERS: Headers = {**NORM, "a.weight": ("I8", (48, 96)), "a.SCB": ("F32", (48,))}
 CHECKPOINTS = {
+    "mlx": (MLX, MLX_HEADERS, "a.weight", AffineGroups(64, layout="MLX"), (48, 128)),
+    "quark": (
+        QUARK,
+        QUARK_HEADERS,
+        "a.weight",
+        AffineGroups(32, "BF16", 4, "QUARK_SIGNED", True),
+        (48, 96),
+    ),
+    "int8": (INT8, INT8_HEADERS, "a.weight", AffineGroups(96, "F32", 8, "LLM.int8"), (48, 96)),
     "gptq": (
         GPTQ,
         GPTQ_HEADERS,
@@ -186,6 +211,8 @@ def test_every_part_of_another_shape_or_dtype_is_named(kind: str) -> None:
         ]:
             if (kind, name, wrong[0]) == ("fp8", "a.weight", "F64"):
                 continue  # A plain weight; its scales are left over, as the test below shows.
+            if (kind, name, wrong[1]) == ("int8", "a.weight", (48, 225)):
+                continue  # Scales of rows do not know how many columns there are.
             with pytest.raises(ConfigError, match="/model: '[ae]"):
                 find(config, {**headers, name: wrong})
 
@@ -291,8 +318,10 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
             },
             "int4",
         ),
+        (quantization(QUARK, export={"pack_method": "order"}), "pack_method='order'"),
         ({"quantization_config": {"quant_method": "exl3"}}, "'exl3' .'a.weight_packed' is I32"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "'mlx'"),
+        ({"quantization": {"group_size": 64, "bits": 7}}, "MLX with mode='affine', bits=7"),
+        ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "mode='mxfp4'"),
         (quantization(INT4, sparsity_config={"format": "sparse-24"}), "sparsity_config"),
         (quantization(INT4, transform_config={"config_groups": {}}), "transform_config"),
         (weights(num_bits=9), "9 bits"),
@@ -315,7 +344,6 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
                 ({"quant_method": "auto-round", "data_type": "mx_fp"}, "mx_fp"),
             ]
         ],
-        (quantization(NF4, load_in_4bit=False, load_in_8bit=True), "8 bits"),
         (quantization(NF4, bnb_4bit_quant_type="af4"), "af4"),
     ],
 )
@@ -473,6 +501,78 @@ def test_bits_and_groups_of_single_modules_are_found_by_their_shapes(
     size = 96 if group == -1 else group
     assert found["b.weight"].codec == AffineGroups(size, "F16", bits, "GPTQ", True, True)
     assert found["b.weight"].shape == (48, 96)
+
+
+def test_modules_of_mlx_may_have_bits_and_groups_of_their_own() -> None:
+    own = {"b": {"bits": 8, "group_size": 32}, "c": False}
+    headers = {
+        **MLX_HEADERS,
+        "b.weight": ("U32", (48, 24)),
+        "b.scales": ("BF16", (48, 3)),
+        "b.biases": ("BF16", (48, 3)),
+        "c.weight": ("BF16", (48, 96)),
+    }
+    found = find({"quantization": {**MLX["quantization_config"], **own}}, headers)
+    assert found["a.weight"].codec == AffineGroups(64, layout="MLX")
+    assert (found["b.weight"].codec, found["b.weight"].shape) == (
+        AffineGroups(32, bits=8, layout="MLX"),
+        (48, 96),
+    )
+    assert found["c.weight"].codec == Plain("BF16")
+
+
+def test_codes_of_mlx_without_their_table_are_named() -> None:
+    with pytest.raises(ConfigError, match="'a.weight' is U32, as MLX stores codes"):
+        find({}, MLX_HEADERS)
+
+
+HQQ_HEADERS: Headers = {
+    "a.W_q": ("U8", (36, 64)),
+    "a.scale": ("F16", (72, 1)),
+    "a.zero": ("F16", (72, 1)),
+    "a.shape": ("I64", (2,)),
+    "a.nbits": ("I32", ()),
+    "a.axis": ("I32", ()),
+    "a.group_size": ("I32", ()),
+    "a.compute_dtype": ("U8", (13,)),
+}
+
+
+def find_hqq(headers: Headers = HQQ_HEADERS, **facts: int) -> LogicalTensor:
+    numbers = {"nbits": 4, "axis": 1, "group_size": 64, **facts}
+
+    def read(name: str) -> bytes:
+        fact = name.removeprefix("a.")
+        if fact == "shape":
+            return torch.tensor([48, 96]).numpy().tobytes()
+        return numbers[fact].to_bytes(4, "little", signed=True)
+
+    config = {"quantization_config": {"quant_method": "hqq"}}
+    found = logical_tensors(config, headers, read=read, where="/model")
+    assert set(found) == {"a.weight"}
+    return found["a.weight"]
+
+
+def test_small_tensors_of_hqq_say_how_a_weight_is_stored() -> None:
+    found = find_hqq()
+    assert found.codec == AffineGroups(64, "F16", 4, "HQQ", True)
+    assert (found.shape, found.names) == ((48, 96), ("a.W_q", "a.scale", "a.zero"))
+    as_floats = {**HQQ_HEADERS, "a.W_q": ("F16", (36, 32))}
+    assert find_hqq(as_floats).codec == found.codec
+    down = {**HQQ_HEADERS, "a.W_q": ("U8", (32, 72))}
+    down |= {"a.scale": ("F16", (1, 72)), "a.zero": ("F16", (1, 72))}
+    assert find_hqq(down, axis=0).codec == AffineGroups(64, "F16", 4, "HQQ_DOWN", True)
+    with pytest.raises(ConfigError, match="'a.W_q' is quantized by HQQ with nbits=3"):
+        find_hqq(nbits=3)
+    with pytest.raises(ConfigError, match="'a.zero' is missing"):
+        find_hqq({name: fact for name, fact in HQQ_HEADERS.items() if name != "a.zero"})
+
+
+def test_int8_in_the_order_of_a_kernel_is_refused() -> None:
+    headers = {**INT8_HEADERS, "a.weight_format": ("U8", ())}
+    assert find(INT8, headers, b"\0")["a.weight"].aside == ("a.weight_format",)
+    with pytest.raises(ConfigError, match="'a.weight_format' says that 'a.weight'"):
+        find(INT8, headers, b"\1")
 
 
 def test_a_row_whose_last_word_is_short_has_the_columns_that_its_shape_says() -> None:

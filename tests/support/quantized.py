@@ -123,6 +123,7 @@ _NVFP4_OF_MODELOPT = {
     "exclude_modules": ["lm_head"],
 }
 _FP8_OF_QUARK = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, "input_tensors": {}}
+_INT4_OF_QUARK = {"dtype": "int4", "qscheme": "per_group", "group_size": 32}
 _INT4_IGNORED = [
     "lm_head",
     "re:.*self_attn.*",
@@ -243,6 +244,23 @@ LAYOUTS: dict[str, Layout] = {
             "sym": False,
         },
     ),
+    # mlx-lm, hqq through transformers, LLM.int8 of bitsandbytes, quark.
+    "mlx": Layout(
+        _matching(_PROJECTIONS, AffineGroups(64, layout="MLX")),
+        {"group_size": 64, "bits": 4, "model.layers.0.mlp": False},
+    ),
+    "hqq": Layout(
+        _matching(_PROJECTIONS, AffineGroups(64, "BF16", 4, "HQQ", True)),
+        {"quant_method": "hqq", "skip_modules": ["lm_head"]},
+    ),
+    "llm-int8": Layout(
+        _matching(_PROJECTIONS, AffineGroups(0, "F32", 8, "LLM.int8")),
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
+    ),
+    "quark-int4": Layout(
+        _matching(_PROJECTIONS, AffineGroups(32, "BF16", 4, "QUARK_SIGNED", True)),
+        {"quant_method": "quark", "global_quant_config": {"weight": _INT4_OF_QUARK}},
+    ),
     # llm-compressor's W4A16_ASYM, W8A16 and W8A8.
     "int4-zeros": Layout(
         _matching(_PROJECTIONS, AffineGroups(has_zeros=True)),
@@ -332,6 +350,12 @@ def _encoded(name: str, weight: torch.Tensor, codec: Codec, layout: Layout) -> d
         own, slash, end = suffix.partition("/")
         full = f"{name.rpartition('.')[0]}.{end}" if slash else f"{name}{own}"
         stored[full] = (layout.dtypes.get(part.suffix, part.dtype), part.shape, content)
+    if isinstance(codec, AffineGroups) and codec.layout == "HQQ":
+        facts = {"shape": shape, "nbits": (codec.bits,), "axis": (1,), "group_size": (codec.group,)}
+        for fact, numbers in facts.items():
+            content = flat_bytes(torch.tensor(numbers, dtype=torch.int32))
+            length = (len(numbers),) if len(numbers) > 1 else ()
+            stored[f"{name.rpartition('.')[0]}.{fact}"] = ("I32", length, content)
     for suffix, tensor in encoding.aside.items():
         dtype = {torch.uint8: "U8", torch.int32: "I32"}[tensor.dtype]
         stored[f"{name}{suffix}"] = (dtype, tuple(tensor.shape), flat_bytes(tensor))

@@ -26,7 +26,8 @@ import torch
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import SINGLE_NAME
-from infinity.codecs.blocks import LAYOUTS
+from infinity.codecs.affine import ggml
+from infinity.codecs.records import RECORDS
 from infinity.errors import ConfigError, corrupt, listed
 from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor
 
@@ -251,15 +252,14 @@ def _planned(
     if kind in _NUMBERS:
         info = TensorInfo(name=target, dtype=_NUMBERS[kind], shape=shape)
         return PlannedTensor((info,), lambda: {target: _numbers(tensors, processor, shape, kind)})
-    layout = LAYOUTS.get(kind)
-    if layout is None:
+    if kind not in RECORDS:
         raise ConfigError(
             f"{tensors[0].name!r} is {kind}, for which there is no codec; codecs exist for "
-            f"{', '.join(LAYOUTS)}. Use a file in one of these types"
+            f"{', '.join(RECORDS)}. Use a file in one of these types"
         )
     orders = [_order_of_rows(tensor, processor) for tensor in tensors]
-    width = shape[-1] // layout.numel * layout.nbytes
-    info = TensorInfo(name=f"{target}.{kind}", dtype=torch.uint8, shape=(*shape[:-1], width))
+    (part,) = ggml(kind).parts(shape)
+    info = TensorInfo(name=f"{target}{part.suffix}", dtype=torch.uint8, shape=part.shape)
 
     def make() -> Mapping[str, torch.Tensor]:
         moved = [
