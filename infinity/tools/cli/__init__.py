@@ -22,6 +22,7 @@ _COMMANDS = {
     "convert": ("convert", "convert", "Make safetensors of GGUF or pickled weights."),
     "doctor": ("doctor", "doctor", "List what this machine lacks, with cost and remedy."),
     "export": ("convert", "export", "Convert a checkpoint to a format of other programs."),
+    "export-adapter": ("serving", "export_adapter", "Write an adapter for a server, and a sheet."),
     "inspect": ("inspect", "inspect", "Describe a checkpoint and check its integrity."),
     "merge": ("convert", "merge", "Merge an adapter into its base, as a checkpoint."),
     "new": ("new", "new", "Write a file for `infinity train` that suits this machine."),
@@ -32,6 +33,7 @@ _COMMANDS = {
     "trace": ("trace", "app", "Find what bounds the steps of a traced run."),
     "train": ("train", "train", "Fine-tune a model as a configuration file describes."),
     "tune": ("bench", "tune", "Find the io settings that suit these drives."),
+    "verify-served": ("serving", "verify_served", "Compare a served adapter with its sheet."),
 }
 
 

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
 from infinity.tools.cli.options import Json, Quiet, bytes_bar
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
-    from infinity.config.source import ConfigSource
     from infinity.tools.convert.rewrite import DirectoryPlan
     from infinity.tools.convert.spread import SpreadPlan
 
@@ -189,7 +187,7 @@ def export(
 
     max_shard_nbytes = _nbytes(max_shard_size)
     found = find_checkpoint(checkpoint)
-    loaded = _config_of_run(found) if config is None else SwapConfig.load(config)
+    loaded = _config_above(found) if config is None else SwapConfig.load(config)
     loaded = None if loaded is None else _settled(loaded)
     from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
 
@@ -219,6 +217,13 @@ def export(
         typer.echo(f"wrote {format_nbytes(nbytes)} of {found.name} to {out}")
 
 
+def _config_above(checkpoint: Path) -> SwapConfig | None:
+    from infinity.tools.training.output import config_of_run
+
+    places = checkpoint.resolve().parents[:2]
+    return next((run for run in map(config_of_run, places) if run is not None), None)
+
+
 def _settled(config: SwapConfig) -> SwapConfig:
     from infinity.config.paths import refuse_absent_model_of
     from infinity.tools.training.settle import settle
@@ -232,30 +237,6 @@ def _nbytes(text: str) -> int:
         return parse_nbytes(text)
     except ValueError as error:
         raise ConfigError(f"--max-shard: {error}") from None
-
-
-def _config_of_run(checkpoint: Path) -> SwapConfig | None:
-    """Returns the configuration that `infinity train` left in the output directory above a
-    checkpoint."""
-    from infinity.config import SwapConfig
-    from infinity.tools.training.output import MARKER_NAME
-
-    for directory in checkpoint.resolve().parents[:2]:
-        marker = directory / MARKER_NAME
-        if marker.is_file():
-            try:
-                content = read_json(marker, max_nbytes=MAX_TEXT_NBYTES)
-                table = table_of(table_of(content, "it").get("config"), "'config' in it")
-            except (OSError, MalformedError) as error:
-                raise ConfigError(f"{marker} cannot be used: {error}; give --config") from None
-            return SwapConfig.from_table(table, _source_of(marker))
-    return None
-
-
-def _source_of(marker: Path) -> ConfigSource:
-    from infinity.config import ConfigSource
-
-    return ConfigSource("file", str(marker), marker.parent)
 
 
 def _model_on_meta(config: SwapConfig) -> Any:

@@ -21,9 +21,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from infinity.bounded import read_json, table_of
 from infinity.checkpoint.durable import replace_files
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
+from infinity.config.extras import release_of
 from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
@@ -43,8 +45,9 @@ CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 _PARTIAL_NAME = ".adapter.partial"
 PREFIX = "base_model.model."  # Of PEFT, before the names of the base.
 _COMPARED_NBYTES = 16 * MIB
+_RELEASE_OF_EXPERTS = (0, 19)  # Of PEFT, since which packed experts are stored as today.
 # Linear modules that route tokens, by the last part of their names.
-_ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
+ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
 
 
 # The base of each adapter that this module has attached, for `save_adapter`.
@@ -334,6 +337,7 @@ def _load(adapted: Any, path: Path, base: WeightSource) -> None:
     """Loads a saved adapter after every name and shape of its header has been compared."""
     import peft
 
+    _refuse_exchanged_experts(adapted, path)
     own = dict(adapted.named_parameters()) | dict(adapted.named_buffers(remove_duplicate=False))
     wanted = peft.get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)
     file = path / WEIGHTS_NAME
@@ -357,6 +361,26 @@ def _load(adapted: Any, path: Path, base: WeightSource) -> None:
                 )
         values = {name: reader.read(name) for name in wanted}
     peft.set_peft_model_state_dict(adapted, values)
+
+
+def _refuse_exchanged_experts(adapted: Any, path: Path) -> None:
+    """Raises ConfigError for experts of a release of PEFT that stored in and out of (expert, out,
+    in) weights the other way round, which square experts do not show.
+
+    PEFT writes its release into adapter_config.json since 0.18; the order is today's since 0.19.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    version = table_of(read_json(path / CONFIG_NAME), CONFIG_NAME).get("peft_version")
+    if isinstance(version, str) and release_of(version) >= _RELEASE_OF_EXPERTS:
+        return
+    for name, module in adapted.named_modules():
+        if isinstance(module, ParamWrapper) and module._did_swap_in_out_features:  # noqa: SLF001
+            raise ConfigError(
+                f"the saved adapter {path} was written by PEFT {version or 'before 0.18'}, whose "
+                f"factors of {name.removeprefix(PREFIX)} have in and out exchanged; expected PEFT "
+                "0.19 or later. Merge it by merge_and_unload of the release that wrote it"
+            )
 
 
 def _without_weights_of_base(
@@ -433,7 +457,7 @@ def _is_auto_target(name: str, model: nn.Module) -> bool:
     # The matrices of a state-space mixer are read by its kernel, past their modules.
     is_mixer = any("mamba" in part or "ssm" in part for part in parts)
     rows = int(model.get_submodule(name).weight.shape[0])  # type: ignore[index]
-    return not (is_routed or is_mixer or parts[-1] in _ROUTERS or rows == 1)
+    return not (is_routed or is_mixer or parts[-1] in ROUTERS or rows == 1)
 
 
 def _ends(name: str, ending: str) -> bool:

@@ -40,7 +40,7 @@ _TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
+class Change:
     """The part of an adapter that changes one tensor of the checkpoint."""
 
     layer: Any  # One of PEFT's, or the tensor that replaces the stored one.
@@ -60,15 +60,7 @@ def plan_merge(
     Raises ConfigError for an adapter of another base; UnsupportedError for layers that PEFT merges
     in memory only, and for a change of one of two tied weights.
     """
-    source = weight_source(base)
-    model = _on_meta(base)
-    tied = _tied_names(model)
-    planned = source.plan(model, strict=False)
-    options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
-    adapted = attach_adapter(model, options, base=source, seed=0)
-    layers = _layers(adapted)
-    _refuse_tied(tied, layers)
-    changes = _changes(adapted, layers, source, planned.groups)
+    source, _, changes = read_changes(base, adapter, any_base=any_base, refuse_tied=_refuse_tied)
     config = read_config(base)
     plan = DirectoryPlan(source, config if to == "keep" else without_quantisation(config))
     plan.others = tuple(adapter.glob(_TEMPLATE))  # The one that it was trained with.
@@ -78,6 +70,31 @@ def plan_merge(
     return plan
 
 
+def read_changes(
+    base: Path,
+    adapter: Path,
+    *,
+    any_base: bool,
+    refuse_tied: Callable[[list[list[str]], dict[str, list[Any]]], None],
+) -> tuple[WeightSource, Any, dict[str, list[Change]]]:
+    """Returns the weights of a base, the model on meta with a saved adapter on it, and what the
+    adapter changes in each tensor of the checkpoint, by the tensor's name.
+
+    refuse_tied: is called with the names of each tied parameter and the layers of the adapter
+
+    Raises as `plan_merge`.
+    """
+    source = weight_source(base)
+    model = _on_meta(base)
+    tied = _tied_names(model)
+    planned = source.plan(model, strict=False)
+    options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
+    adapted = attach_adapter(model, options, base=source, seed=0)
+    layers = adapter_layers(adapted)
+    refuse_tied(tied, layers)
+    return source, adapted, _changes(adapted, layers, source, planned.groups)
+
+
 def _on_meta(base: Path) -> Any:
     config = config_of_directory(base)
     if hasattr(config, "quantization_config"):
@@ -85,7 +102,7 @@ def _on_meta(base: Path) -> Any:
     return empty_model(config, config.dtype or torch.float32, str(base / "config.json"))
 
 
-def _outcome(source: WeightSource, name: str, changes: list[_Change], to: Stored) -> PlannedTensor:
+def _outcome(source: WeightSource, name: str, changes: list[Change], to: Stored) -> PlannedTensor:
     if not changes:
         return unchanged(source, name) if to == "keep" else plain(source, name)
     encoded = source.encoded(name)
@@ -109,10 +126,10 @@ def _outcome(source: WeightSource, name: str, changes: list[_Change], to: Stored
 
 def _changes(
     adapted: Any, layers: dict[str, list[Any]], source: WeightSource, groups: Any
-) -> dict[str, list[_Change]]:
+) -> dict[str, list[Change]]:
     """Returns the changes of every tensor of the checkpoint, by its name."""
     places = SourcePlaces(adapted.get_base_model())
-    found: dict[str, list[_Change]] = {}
+    found: dict[str, list[Change]] = {}
     left = set(layers)
     for planned in groups:
         if not any(target in layers for target in planned.targets):
@@ -130,7 +147,7 @@ def _changes(
             for box in boxes:
                 name = planned.group.source_names[box.index]
                 is_full = source.shape(name) == planned.targets[target]
-                change = [_Change(factors, box, is_full) for factors in layers.get(target, [])]
+                change = [Change(factors, box, is_full) for factors in layers.get(target, [])]
                 found.setdefault(name, []).extend(change)
     if left:
         raise ConfigError(f"{source.path} lacks {min(left)!r}, which the adapter changes")
@@ -169,7 +186,7 @@ def _refuse_tied(tied: list[list[str]], layers: dict[str, list[Any]]) -> None:
             )
 
 
-def _layers(adapted: Any) -> dict[str, list[Any]]:
+def adapter_layers(adapted: Any) -> dict[str, list[Any]]:
     """Returns what changes each parameter, by the parameter's name in the base: layers of PEFT, or
     the tensor that replaces it."""
     from peft.tuners.lora import LoraLayer
@@ -210,7 +227,7 @@ _INSIDE = {"original_module", "modules_to_save", "token_adapter"}
 # -- One tensor ------------------------------------------------------------------------------------
 
 
-def _merged(tensor: torch.Tensor, change: _Change) -> torch.Tensor:
+def _merged(tensor: torch.Tensor, change: Change) -> torch.Tensor:
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 
     if isinstance(change.layer, torch.Tensor):
@@ -255,7 +272,7 @@ def _with_weight(
         base._parameters[name] = empty
 
 
-def _merged_experts(tensor: torch.Tensor, change: _Change) -> torch.Tensor:
+def _merged_experts(tensor: torch.Tensor, change: Change) -> torch.Tensor:
     """Adds B_e A_e of each expert that the tensor holds, computed as PEFT does, in the dtype of the
     adapter."""
     layer, (first, *box) = change.layer, change.placed.box
@@ -271,13 +288,20 @@ def _merged_experts(tensor: torch.Tensor, change: _Change) -> torch.Tensor:
 
 
 def _expert_delta(layer: Any, expert: int) -> torch.Tensor:
-    """Returns what an adapter adds to one expert, in the layout of the packed parameter.
-
-    Layout of PEFT: rows of A are (expert, rank), columns of B are (rank, expert).
-    """
-    a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-    down = a.detach().reshape(layer.num_experts, -1, a.shape[-1])[expert]
-    up = b.detach().reshape(b.shape[0], -1, layer.num_experts)[..., expert]
+    """Returns what an adapter adds to one expert, in the layout of the packed parameter."""
+    down, up = factors_of(layer, expert)
     is_transposed = not layer._did_swap_in_out_features  # noqa: SLF001  PEFT has no other word.
     delta: torch.Tensor = torch.einsum("or,ri->io" if is_transposed else "or,ri->oi", up, down)
     return delta.mul_(layer.scaling[_ADAPTER])
+
+
+def factors_of(layer: Any, expert: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns views of A, (rank, in), and B, (out, rank), of a layer of PEFT, or of one expert.
+
+    In packed experts the rows of A are (expert, rank), and the columns of B (rank, expert).
+    """
+    a, b = layer.lora_A[_ADAPTER].weight.detach(), layer.lora_B[_ADAPTER].weight.detach()
+    if expert is None:
+        return a, b
+    count = layer.num_experts
+    return a.reshape(count, -1, a.shape[-1])[expert], b.reshape(len(b), -1, count)[..., expert]

@@ -13,8 +13,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.checkpoint.durable import make_directory, replace_file
-from infinity.config import SwapConfig
+from infinity.config import ConfigSource, SwapConfig
 from infinity.errors import ConfigError, StorageError, reporting
 from infinity.storage.lock_file import is_same_file, try_lock
 from infinity.tools.training.metrics import is_metrics
@@ -27,6 +28,20 @@ SUMMARY_NAME = "summary.json"
 LOCK_NAME = ".infinity-run.lock"
 # The error numbers of file systems without locks, such as some network mounts.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def config_of_run(directory: Path) -> SwapConfig | None:
+    """Returns the configuration that `infinity train` has left in an output directory; None for
+    another directory. Raises ConfigError if it cannot be used."""
+    marker = directory / MARKER_NAME
+    if not marker.is_file():
+        return None
+    try:
+        content = table_of(read_json(marker, max_nbytes=MAX_TEXT_NBYTES), "it")
+        table = table_of(content.get("config"), "'config' in it")
+    except (OSError, MalformedError) as error:
+        raise ConfigError(f"{marker} cannot be used: {error}; give --config") from None
+    return SwapConfig.from_table(table, ConfigSource("file", str(marker), directory))
 
 
 class OutputDirectory:

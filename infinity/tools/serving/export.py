@@ -1,0 +1,324 @@
+"""Writes a saved adapter in the layout that a server reads.
+
+PEFT packs the factors of all experts of a layer into two matrices, under the names of the model in
+transformers. Servers read the names of the checkpoint, and most of them one pair of factors for
+each expert. The merge knows which part of which stored tensor a factor changes; a server gets that
+part under the tensor's name. What a server would drop, or read as something else, is refused by the
+name of the module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from infinity.bounded import read_json, table_of
+from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter, TensorInfo
+from infinity.errors import ConfigError, UnsupportedError, listed
+from infinity.tools.training.adapter import CONFIG_NAME, PREFIX, ROUTERS, WEIGHTS_NAME
+from infinity.tools.training.merge import Change, factors_of
+
+Server = Literal["peft", "vllm", "sglang", "gguf"]
+GGUF_NAME = "adapter.gguf"
+_COPIED = (CONFIG_NAME, WEIGHTS_NAME, "README.md", "tokenizer*", "special_tokens_map.json",
+           "chat_template*")  # fmt: skip
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """What the LoRA loader of one release reads, as its source says.
+
+    known: the last names of modules that it loads; empty means every linear layer
+    needs: what else it needs in a module that has a projection, or it fails or drops that one
+    packed: types of models whose experts it reads as PEFT packs them
+    reads_rslora: whether it reads `use_rslora`; otherwise the scale is alpha / rank
+    """
+
+    release: str
+    source: str
+    known: frozenset[str] = frozenset()
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    packed: frozenset[str] = frozenset()
+    reads_rslora: bool = False
+
+
+LOADERS = {
+    "vllm": Loader(
+        release="vLLM 0.33.0",
+        source="vllm/lora: lora_model, model_manager, lora_weights, peft_helper; commit 4ba787ec9",
+        # Of experts only: `PackedLoRALayerWeights.pack_moe`.
+        needs={
+            "experts.gate_proj": ("up_proj", "down_proj"), "experts.down_proj": ("gate_proj",),
+            "experts.w1": ("w2", "w3"), "experts.w2": ("w1",),
+        },
+        packed=frozenset({  # Classes with `is_3d_moe_weight`.
+            "gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_omni_moe",
+            "qwen3_vl_moe", "qwen3_vl_moe_text",
+        }),
+        reads_rslora=True,
+    ),
+    "sglang": Loader(
+        release="SGLang 0.5.23",
+        source="sglang/srt/lora: lora, lora_config, lora_manager, mem_pool, utils; of the wheel",
+        known=frozenset({
+            "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+            "gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "w1", "w2",
+            "w3",
+        }),
+        needs={
+            "q_proj": ("v_proj",), "v_proj": ("q_proj",), "k_proj": ("q_proj", "v_proj"),
+            "q_a_proj": ("kv_a_proj_with_mqa",), "kv_a_proj_with_mqa": ("q_a_proj",),
+            "up_proj": ("gate_proj",), "w3": ("w1",),
+        },
+    ),
+    "gguf": Loader(
+        release="llama.cpp b11434",
+        source="src/llama-adapter, convert_lora_to_gguf.py, conversion/{llama,qwen,gemma}.py",
+    ),
+}  # fmt: skip
+# The architecture in GGUF by the type of model. llama.cpp's converter changes no layout of these
+# but the order of the rows of q_proj and k_proj, where True stands.
+_ARCHITECTURES = {
+    "llama": ("llama", True), "mistral": ("llama", True), "mixtral": ("llama", True),
+    "qwen2": ("qwen2", False), "qwen2_moe": ("qwen2moe", False),
+    "qwen3": ("qwen3", False), "qwen3_moe": ("qwen3moe", False),
+    "gemma": ("gemma", False), "gemma2": ("gemma2", False), "gemma3_text": ("gemma3", False),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """A, (rank, in), and B, (out, rank), of a stored matrix; or those of all experts of a packed
+    tensor, as PEFT packs them."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    is_packed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """A saved adapter, and its factors by the names of the stored tensors without ".weight"."""
+
+    config: dict[str, Any]
+    model_config: Any
+    factors: dict[str, _Factors]
+
+    @property
+    def alpha(self) -> float:
+        """The alpha whose quotient by the rank is the scale."""
+        rank, alpha = self.config["r"], self.config["lora_alpha"]
+        return float(alpha * math.sqrt(rank) if self.config.get("use_rslora") else alpha)
+
+
+def plan_export(
+    adapter: Path, adapted: Any, changes: dict[str, list[Change]], server: Server
+) -> Callable[[Path], None]:
+    """Refuses what a server does not read, and returns the function that writes the rest into a
+    directory.
+
+    adapted, changes: of the saved adapter, as `read_changes` gives them; the function reads the
+        adapter's parameters, so call it before the model is offloaded
+
+    Raises UnsupportedError, which names the modules.
+    """
+    if server == "peft":
+        return lambda out: _copy(adapter, out)
+    loader = LOADERS[server]
+    config = table_of(read_json(adapter / CONFIG_NAME), CONFIG_NAME)
+    refused: dict[str, list[str]] = {}
+    factors = {}
+    for stored, parts in changes.items():
+        name = stored.removesuffix(".weight")
+        why = _why_not(name, parts, config, loader, adapted)
+        if why is None:
+            factors[name] = _factors(parts[0])
+        else:
+            refused.setdefault(why, []).append(name)
+    for name in factors:
+        parent, _, last = name.rpartition(".")
+        lacking = [o for o in _needed(name, last, loader) if f"{parent}.{o}" not in factors]
+        if lacking:
+            refused.setdefault(f"it needs {listed(lacking)} with it", []).append(name)
+    saved = _Adapter(config, adapted.get_base_model().config, factors)
+    plan = _plan_gguf if server == "gguf" else _plan_safetensors
+    write = plan(saved, loader, refused)
+    if refused:
+        reasons = "; ".join(f"{listed(names)}: {why}" for why, names in refused.items())
+        raise UnsupportedError(
+            f"{loader.release} does not load this adapter as it was trained ({reasons}). "
+            "`infinity merge` writes weights that every server loads"
+        )
+    return write
+
+
+def _copy(adapter: Path, out: Path) -> None:
+    for file in sorted({file for pattern in _COPIED for file in adapter.glob(pattern)}):
+        shutil.copyfile(file, out / file.name)
+
+
+# -- What a server does not read -------------------------------------------------------------------
+
+
+def _why_not(
+    name: str, parts: list[Change], config: dict[str, Any], loader: Loader, adapted: Any
+) -> str | None:
+    """Returns the reason for which a server cannot have the change of a tensor, or None."""
+    from peft.tuners.lora.layer import Linear, ParamWrapper
+
+    layer, placed = parts[0].layer, parts[0].placed
+    if isinstance(layer, torch.Tensor):
+        return "modules_to_save replaces it"
+    if not isinstance(layer, (Linear, ParamWrapper)) or len(parts) > 1:
+        return "embeddings and trainable tokens are no linear layers"
+    last = name.rpartition(".")[2]
+    if last in ROUTERS or getattr(layer, "num_experts", 0) == 1:
+        return "it routes tokens"
+    if adapted.get_base_model().get_output_embeddings() in (layer, layer.get_base_layer()):
+        return "it is the head"
+    if layer.use_dora["default"]:
+        return "DoRA"
+    if layer.r["default"] != config["r"] or layer.lora_alpha["default"] != config["lora_alpha"]:
+        return "rank_pattern or alpha_pattern gives it another rank or scale"
+    model_type = adapted.get_base_model().config.model_type
+    if isinstance(layer, ParamWrapper) and not isinstance(placed.box[0], int):
+        is_read = model_type in loader.packed and parts[0].is_full
+        return None if is_read else f"experts are packed in the files of a {model_type}"
+    if isinstance(layer, ParamWrapper) and model_type in loader.packed:
+        return f"experts of a {model_type} are read packed, and the files have them one by one"
+    if loader.known and last not in loader.known:
+        return "it has no place there"
+    is_turned = isinstance(layer, ParamWrapper) and not layer._did_swap_in_out_features  # noqa: SLF001
+    return None if placed.axes == ((1, 0) if is_turned else (0, 1)) else "it is stored transposed"
+
+
+def _needed(name: str, last: str, loader: Loader) -> tuple[str, ...]:
+    key = f"experts.{last}" if _EXPERT.search(name) else last
+    return loader.needs.get(key, loader.needs.get(last, ()))
+
+
+def _factors(change: Change) -> _Factors:
+    first, *box = change.placed.box
+    if isinstance(first, int):
+        a, b = factors_of(change.layer, first)
+        is_turned = not change.layer._did_swap_in_out_features  # noqa: SLF001  (in, out)
+        rows, columns = reversed(box) if is_turned else box
+        return _Factors(a[:, columns], b[rows])
+    a, b = factors_of(change.layer)
+    if len(box) > 1:
+        return _Factors(a, b, is_packed=True)
+    return _Factors(a, b) if change.is_full else _Factors(a[:, box[0]], b[first])
+
+
+# -- vLLM and SGLang -------------------------------------------------------------------------------
+
+
+def _plan_safetensors(
+    saved: _Adapter, loader: Loader, refused: dict[str, list[str]]
+) -> Callable[[Path], None]:
+    """PEFT's format, with the names of the checkpoint."""
+    tensors = {}
+    for name, factors in saved.factors.items():
+        module = name
+        if factors.is_packed:  # The wrapper of `down_proj` is around that of `gate_up_proj`.
+            parent, _, last = name.rpartition(".")
+            module = parent if last == "down_proj" else f"{parent}.base_layer"
+            other = "gate_up_proj" if last == "down_proj" else "down_proj"
+            if f"{parent}.{other}" not in saved.factors:
+                refused.setdefault(f"it needs {other!r} with it", []).append(name)
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = factors.a
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = factors.b
+    has_packed = any(factors.is_packed for factors in saved.factors.values())
+    config = {
+        **saved.config,
+        "target_modules": sorted({name.rpartition(".")[2] for name in saved.factors}),
+        "target_parameters": saved.config.get("target_parameters") if has_packed else None,
+        "exclude_modules": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    if not loader.reads_rslora:
+        config |= {"use_rslora": False, "lora_alpha": saved.alpha}
+
+    def write(out: Path) -> None:
+        infos = [
+            TensorInfo(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        ]
+        writer = SafetensorsWriter(out / WEIGHTS_NAME, infos, metadata={"format": "pt"})
+        try:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor.contiguous())
+            writer.finish()
+            writer.commit()
+        finally:
+            writer.close()
+        (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    return write
+
+
+# -- llama.cpp -------------------------------------------------------------------------------------
+
+
+def _plan_gguf(
+    saved: _Adapter, loader: Loader, refused: dict[str, list[str]]
+) -> Callable[[Path], None]:
+    """The layout of convert_lora_to_gguf.py: the experts of a layer stacked, names of gguf."""
+    try:
+        import gguf
+    except ImportError:
+        raise ConfigError(
+            "GGUF files are written by the gguf package: pip install 'infinity-offload[gguf]'"
+        ) from None
+    config = saved.model_config
+    if config.model_type not in _ARCHITECTURES:
+        raise UnsupportedError(
+            f"an adapter of a {config.model_type} is not written as GGUF, because {loader.release} "
+            f"stores its weights in another layout; expected {', '.join(_ARCHITECTURES)}. Use "
+            "llama.cpp's convert_lora_to_gguf.py, or `infinity merge`"
+        )
+    architecture, is_turned = _ARCHITECTURES[config.model_type]
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(key, config.num_hidden_layers)
+    found: dict[str, list[_Factors]] = {}
+    for name, factors in saved.factors.items():
+        target = names.get_name(_EXPERT.sub("", name))
+        if target is None:
+            refused.setdefault("gguf has no name for it", []).append(name)
+            continue
+        if is_turned and name.endswith((".q_proj", ".k_proj")):
+            is_query = name.endswith(".q_proj")
+            heads = config.num_attention_heads if is_query else config.num_key_value_heads
+            factors = _Factors(factors.a, _with_pairs_apart(factors.b, heads))
+        found.setdefault(target, []).append(factors)
+
+    def write(out: Path) -> None:
+        writer = gguf.GGUFWriter(out / GGUF_NAME, architecture)
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, saved.alpha)
+        for target, experts in found.items():
+            for suffix, sides in (("a", [e.a for e in experts]), ("b", [e.b for e in experts])):
+                side = torch.stack(sides) if len(sides) > 1 else sides[0]
+                writer.add_tensor(f"{target}.weight.lora_{suffix}", side.float().numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    return write
+
+
+def _with_pairs_apart(b: torch.Tensor, heads: int) -> torch.Tensor:
+    """Orders the rows of each head as llama.cpp rotates them: the two halves interleaved."""
+    return b.reshape(heads, 2, -1, b.shape[-1]).transpose(1, 2).reshape(b.shape)

@@ -1,0 +1,335 @@
+"""The sheet of an adapter: log-probabilities of prompts, and of what faults would make of them.
+
+A server is asked for the log-probabilities of the same tokens. Its fault is not known beforehand,
+but most are one of a few: a kind of module, or a layer, is dropped or scaled, or factors are read
+in another order. For each of these the sheet has the log-probabilities of a few prompts, computed
+by this engine with factors that are changed accordingly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from infinity.api import close, gather, offload
+from infinity.bounded import MalformedError, read_json, table_of
+from infinity.checkpoint.durable import replace_file
+from infinity.checkpoint.huggingface.import_weights import WeightSource
+from infinity.errors import ConfigError, corrupt
+from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
+from infinity.tools.training.base_identity import identify
+from infinity.tools.training.merge import adapter_layers, factors_of
+
+Locate = Literal["none", "kinds", "layers", "modules"]
+SHEET_NAME = "infinity_sheet.json"
+SCHEMA = 1
+ALL = "all modules"
+MISSING, HALVED, DOUBLED = "missing", "halved", "doubled"
+NUM_PROMPTS, PROMPT_TOKENS = 64, 64
+_FAULT_PROMPTS = 8  # For each fault; also the prompts of one forward.
+_DIGITS = 5
+
+LogProbs = list[list[float]]  # Of the second and later tokens of each prompt.
+Pair = tuple[torch.Tensor, torch.Tensor]  # A and B of a layer, as PEFT stores them.
+Change = Callable[[Pair, int], Pair]  # The int is the number of experts.
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSignature:
+    """The log-probabilities of the first prompts where the modules of a group have a fault."""
+
+    group: str
+    fault: str
+    log_probs: LogProbs
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """Token ids of prompts, and log-probabilities of their tokens, in nats, teacher forced.
+
+    digests: SHA-256 of the adapter's files and of the prompts; of the base as in
+        `infinity_base.json`
+    groups: the modules of each group that `faults` names
+    """
+
+    versions: dict[str, str]
+    digests: dict[str, str]
+    prompts: list[list[int]]
+    adapter: LogProbs
+    base: LogProbs
+    groups: dict[str, list[str]]
+    faults: list[FaultSignature]
+
+    def write(self, path: Path) -> None:
+        """Writes the sheet durably. Raises OSError."""
+        replace_file(path, json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Sheet:
+        """Raises ConfigError if there is no such file, CorruptionError if it is no sheet."""
+        if not path.is_file():
+            raise ConfigError(
+                f"{path} is no file; expected the {SHEET_NAME} that `infinity export-adapter` "
+                "writes beside an adapter"
+            )
+        try:
+            table = table_of(read_json(path), "it")
+            if table.pop("schema", None) != SCHEMA:
+                raise MalformedError(f"it has no schema {SCHEMA}")
+            table["faults"] = [FaultSignature(**fault) for fault in table["faults"]]
+            sheet = cls(**table)
+            expected = [len(prompt) - 1 for prompt in sheet.prompts]
+            rows = [sheet.adapter, sheet.base, *(fault.log_probs for fault in sheet.faults)]
+            for values in rows:
+                if [len(row) for row in values] != expected[: len(values)] or not values:
+                    raise MalformedError("its numbers are not those of its prompts")
+        except (MalformedError, TypeError, KeyError) as error:
+            raise corrupt(str(path), f"it is no sheet of log-probabilities: {error}") from None
+        return sheet
+
+
+def token_log_probs(model: Any, prompts: Sequence[Sequence[int]]) -> LogProbs:
+    """Returns the log-probability of every token of a prompt but the first, given those before it,
+    by one forward without gradients."""
+    longest = max(map(len, prompts))
+    device = next(model.parameters()).device
+    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+    mask = torch.tensor([[position < len(p) for position in range(longest)] for p in prompts])
+    with torch.no_grad():
+        output = model(
+            input_ids=ids.to(device), attention_mask=mask.long().to(device), use_cache=False
+        )
+    rows = []
+    for prompt, logits in zip(prompts, output.logits, strict=True):
+        scores = logits[: len(prompt) - 1].float().log_softmax(-1).cpu()
+        chosen = scores.gather(-1, torch.tensor(prompt[1:])[:, None])
+        rows.append([round(value, _DIGITS) for value in chosen[:, 0].tolist()])
+    return rows
+
+
+def make_sheet(
+    adapter: Path,
+    source: WeightSource,
+    adapted: Any,
+    prompts: list[list[int]],
+    *,
+    config: Any = None,
+    locate: Locate = "layers",
+    progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+) -> Sheet:
+    """Computes the sheet of a saved adapter over its offloaded base.
+
+    source, adapted: as `read_changes` gives them; the model is offloaded here, and closed
+    prompts: token ids, at least two for each prompt
+    config: of the tiers, as `infinity.offload` takes it
+    locate: the groups whose faults the sheet tells apart: "kinds" of modules, also "layers", also
+        single "modules". Each fault takes one forward, which reads the base once
+    progress: is called with (what is computed, forwards so far, forwards in all)
+    """
+    identity = identify(source)
+    layers = _faulty_layers(adapted)
+    groups = _groups(list(layers), locate)
+    planned = [
+        (group, fault)
+        for group, names in groups.items()
+        for fault in _faults_of(group, [layers[name] for name in names], names)
+    ]
+    chunks = [prompts[at : at + _FAULT_PROMPTS] for at in range(0, len(prompts), _FAULT_PROMPTS)]
+    total, done = 2 * len(chunks) + len(planned), 0
+
+    def forward(what: str, rows: list[list[int]]) -> LogProbs:
+        nonlocal done
+        progress(what, done, total)
+        done += 1
+        return token_log_probs(adapted, rows)
+
+    offload(adapted, config, weights=source.path)
+    try:
+        adapted.eval()
+        with_adapter = [row for rows in chunks for row in forward("adapter", rows)]
+        with adapted.disable_adapter():
+            base = [row for rows in chunks for row in forward("base", rows)]
+        faults = []
+        for group, fault in planned:
+            changed = [layers[name] for name in groups[group]]
+            with _changed(changed, FAULTS[fault]):
+                faults.append(FaultSignature(group, fault, forward(f"{group}: {fault}", chunks[0])))
+    finally:
+        close(adapted)
+    return Sheet(
+        versions=_versions(adapter),
+        digests={
+            "adapter": _digest(adapter / CONFIG_NAME, adapter / WEIGHTS_NAME),
+            "base_table": identity.table_sha256,
+            "base_samples": identity.samples_sha256,
+            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        },
+        prompts=prompts,
+        adapter=with_adapter,
+        base=base,
+        groups=groups,
+        faults=faults,
+    )
+
+
+def _versions(adapter: Path) -> dict[str, str]:
+    from importlib.metadata import version
+
+    saved = table_of(read_json(adapter / CONFIG_NAME), CONFIG_NAME)
+    used = {name: version(name) for name in ("torch", "transformers", "peft")}
+    return used | {"adapter_of_peft": str(saved.get("peft_version") or "before 0.18")}
+
+
+def _digest(*files: Path) -> str:
+    sha256 = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                sha256.update(block)
+    return sha256.hexdigest()
+
+
+# -- Which modules, and which faults ---------------------------------------------------------------
+
+
+def _faulty_layers(adapted: Any) -> dict[str, Any]:
+    """Returns the layers of two factors, by the name of the weight that they change."""
+    from peft.tuners.lora.layer import Linear, ParamWrapper
+
+    return {
+        name.removesuffix(".weight"): parts[0]
+        for name, parts in adapter_layers(adapted).items()
+        if isinstance(parts[0], (Linear, ParamWrapper)) and not parts[0].use_dora["default"]
+    }
+
+
+def _groups(names: list[str], locate: Locate) -> dict[str, list[str]]:
+    """Returns the modules of each group, every set of modules once."""
+    groups: dict[str, list[str]] = {ALL: names} if names and locate != "none" else {}
+    for name in names if locate != "none" else []:
+        place = re.match(r"(.*?\.(\d+))\.(.*)", name)
+        if place is None:
+            continue
+        groups.setdefault(place[3], []).append(name)
+        if "experts." in name and "shared" not in name:
+            groups.setdefault("routed experts", []).append(name)
+        if locate in ("layers", "modules"):
+            groups.setdefault(f"layer {place[2]}", []).append(name)
+        if locate == "modules":
+            groups.setdefault(name, []).append(name)
+    found: dict[str, list[str]] = {}
+    for group, members in groups.items():
+        if members not in found.values():
+            found[group] = members
+    return found
+
+
+def _faults_of(group: str, layers: list[Any], names: list[str]) -> Iterator[str]:
+    """Yields the faults that change something in a group. Without all modules there is the base."""
+    yield from (HALVED, DOUBLED) if group == ALL else (MISSING, HALVED, DOUBLED)
+    counts = {getattr(layer, "num_experts", 1) for layer in layers}
+    if group == ALL or group.startswith("layer "):
+        return
+    if max(counts) == 1:
+        yield "B read as its transpose"
+        return
+    yield from _OF_EXPERTS
+    if max(counts) > 10:
+        yield "experts in the order of their numbers as text"
+    if all(name.endswith("gate_up_proj") for name in names):
+        yield from _OF_HALVES
+
+
+def _scaled(factor: float) -> Change:
+    return lambda pair, _count: (pair[0], pair[1] * factor)
+
+
+def _transposed(pair: Pair, _count: int) -> Pair:
+    return pair[0], pair[1].T.reshape(pair[1].shape)
+
+
+def _in_order(order: Callable[[int], list[int]]) -> Change:
+    def change(pair: Pair, count: int) -> Pair:
+        (a, b), index = pair, order(count)
+        rows = a.reshape(count, -1, a.shape[-1])[index].reshape(a.shape)
+        return rows, b.reshape(len(b), -1, count)[..., index].reshape(b.shape)
+
+    return change
+
+
+def _by_expert_first(pair: Pair, count: int) -> Pair:
+    a, b = pair
+    return a, b.reshape(len(b), count, -1).transpose(1, 2).reshape(b.shape)
+
+
+def _without_last_half(pair: Pair, count: int) -> Pair:
+    a, b = pair
+    kept = torch.arange(count, device=b.device) < (count + 1) // 2
+    return a, (b.reshape(len(b), -1, count) * kept).reshape(b.shape)
+
+
+def _halves_swapped(pair: Pair, _count: int) -> Pair:
+    return pair[0], torch.cat(pair[1].chunk(2)[::-1])
+
+
+def _halves_interleaved(pair: Pair, _count: int) -> Pair:
+    a, b = pair
+    return a, b.reshape(2, -1, b.shape[-1]).transpose(0, 1).reshape(b.shape)
+
+
+_OF_EXPERTS: dict[str, Change] = {
+    "columns of B read by expert, then rank": _by_expert_first,
+    "experts shifted by one": _in_order(lambda n: [*range(1, n), 0]),
+    "experts in reverse order": _in_order(lambda n: list(range(n))[::-1]),
+    "last half of the experts missing": _without_last_half,
+}
+_OF_HALVES: dict[str, Change] = {
+    "gate and up swapped": _halves_swapped,
+    "gate and up interleaved": _halves_interleaved,
+}
+FAULTS: dict[str, Change] = {
+    MISSING: _scaled(0.0),
+    HALVED: _scaled(0.5),
+    DOUBLED: _scaled(2.0),
+    "B read as its transpose": _transposed,
+    "experts in the order of their numbers as text": _in_order(lambda n: sorted(range(n), key=str)),
+    **_OF_EXPERTS,
+    **_OF_HALVES,
+}
+
+
+@contextmanager
+def _changed(layers: list[Any], change: Change) -> Iterator[None]:
+    """Gives layers of an offloaded model other factors for a block, one layer in memory at a
+    time."""
+    kept = []
+    for layer in layers:
+        with _factors_of(layer) as pair:
+            kept.append((pair[0].clone(), pair[1].clone()))
+            _copy(change(kept[-1], getattr(layer, "num_experts", 1)), pair)
+    try:
+        yield
+    finally:
+        for layer, before in zip(layers, kept, strict=True):
+            with _factors_of(layer) as pair:
+                _copy(before, pair)
+
+
+@contextmanager
+def _factors_of(layer: Any) -> Iterator[Pair]:
+    weights = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    with torch.no_grad(), gather(weights, modify=True):
+        yield factors_of(layer)
+
+
+def _copy(values: Pair, targets: Pair) -> None:
+    for value, target in zip(values, targets, strict=True):
+        target.copy_(value)

@@ -1,0 +1,316 @@
+"""Asks a server for the log-probabilities of a sheet, and names the fault that explains them.
+
+A served adapter is compared with every state that the sheet knows: the adapter, the base, and each
+group of modules with each fault. A scale is fitted: the log-probabilities of a group at the scales
+0, 1/2, 1 and 2 give a cubic for each token. The nearest state is the answer if it explains what
+differs from the adapter, and if no other state is about as near; otherwise the answer says that
+none fits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.bounded import MAX_JSON_NBYTES
+from infinity.errors import ConfigError, listed
+from infinity.tools.serving.sheet import ALL, DOUBLED, HALVED, MISSING, LogProbs, Sheet
+
+_TIMEOUT_S = 600
+_TOP = 100  # Tokens that a server without the log-probabilities of prompts gives at each position.
+# A state explains a deviation if at most this part of it (root mean square) is left, and if every
+# other state leaves this many times as much.
+_LEFT, _MARGIN = 0.3, 1.5
+_SCALES, _SAME_SCALE = (0.0, 0.5, 1.0, 2.0), 0.1
+_NOISE = 0.1  # Of the adapter's effect, where the base has not been asked.
+_SHOWN = 5
+
+Numbers = npt.NDArray[np.float64]
+Served = list[list[float | None]]  # As LogProbs; None where a server says nothing of a token.
+Method = Literal["echo", "prompt_logprobs", "next token"]
+Outcome = Literal["served", "ignored", "faulty", "unexplained", "unclear"]
+
+
+# -- Asking ----------------------------------------------------------------------------------------
+
+
+class Server:
+    """An OpenAI-compatible server. `method` is how it gives log-probabilities of prompts, known
+    after the first one: "echo" of completions, vLLM's "prompt_logprobs", or as the "next token" of
+    every prefix, of those tokens only that are among the likeliest."""
+
+    def __init__(self, url: str, *, key: str | None = None) -> None:
+        """key: the name of the environment variable that holds the bearer token."""
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is no address of a server; expected http://HOST:PORT")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.method: Method | None = None
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            if key not in os.environ:
+                raise ConfigError(f"--key {key}: there is no environment variable of this name")
+            self._headers["Authorization"] = f"Bearer {os.environ[key]}"
+
+    def models(self) -> list[str]:
+        """Returns the names that the server lists."""
+        found = self._ask("models")
+        return [str(model["id"]) for model in found.get("data", []) if "id" in model]
+
+    def log_probs(self, model: str, prompt: Sequence[int]) -> list[float | None]:
+        """Returns the log-probabilities of all tokens but the first. Raises ConfigError if the
+        server cannot be reached, or gives none."""
+        methods: dict[Method, Callable[[str, Sequence[int]], list[float | None] | None]] = {
+            "echo": self._echo,
+            "prompt_logprobs": self._prompt_log_probs,
+            "next token": self._next_tokens,
+        }
+        refusals = []
+        for method, ask in methods.items():
+            if self.method in (None, method):
+                try:
+                    found = ask(model, prompt)
+                except _RefusedError as error:
+                    refusals.append(f"{method}: {error}")
+                    continue
+                if found is not None:
+                    self.method = method
+                    return found
+        said = f" ({'; '.join(refusals)})" if refusals else ""
+        raise ConfigError(
+            f"{self.url} gives no log-probabilities of {model!r}{said}; expected a server with "
+            "/v1/completions that takes token ids, and logprobs"
+        )
+
+    def _echo(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
+        choice = self._complete(model, prompt, echo=True, logprobs=1)
+        values = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        return values[1 : len(prompt)] if len(values) >= len(prompt) else None
+
+    def _prompt_log_probs(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
+        rows = self._complete(model, prompt, prompt_logprobs=0).get("prompt_logprobs") or []
+        if len(rows) != len(prompt):
+            return None
+        return [row[str(token)]["logprob"] for row, token in zip(rows[1:], prompt[1:], strict=True)]
+
+    def _next_tokens(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
+        found = []
+        for end in range(1, len(prompt)):
+            choice = self._complete(model, prompt[:end], logprobs=_TOP, n_probs=_TOP)
+            rows = (choice.get("logprobs") or {}).get("content") or []
+            if not rows or "id" not in rows[0]:  # The text of a token does not say which it is.
+                return None
+            top = {row["id"]: row["logprob"] for row in rows[0].get("top_logprobs", [])}
+            found.append(top.get(prompt[end]))
+        return found
+
+    def _complete(self, model: str, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
+        body = {"model": model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
+        choices = self._ask("completions", body | options).get("choices")
+        return choices[0] if choices else {}
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/v1/{path}", data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+                found = json.loads(response.read(MAX_JSON_NBYTES))
+        except urllib.error.HTTPError as error:
+            raise _RefusedError(
+                f"{error.code} {error.read(500).decode(errors='replace')}"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.url}/v1/{path} does not answer: {error}") from None
+        return found if isinstance(found, dict) else {}
+
+
+class _RefusedError(ConfigError):
+    """The server answered a request with an error."""
+
+
+def ask(
+    server: Server,
+    sheet: Sheet,
+    model: str | None,
+    progress: Callable[[int], None] = lambda _done: None,
+) -> Served:
+    """Returns the served log-probabilities of the sheet's prompts. `model` may be None where the
+    server has one. Raises ConfigError."""
+    name = model if model is not None else _only(server.models(), server.url)
+    found = []
+    for number, prompt in enumerate(sheet.prompts):
+        progress(number)
+        found.append(server.log_probs(name, prompt))
+    return found
+
+
+def _only(names: list[str], url: str) -> str:
+    if len(names) != 1:
+        raise ConfigError(f"{url} has {listed(names) or 'no model'}; name one with --model")
+    return names[0]
+
+
+# -- Judging ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A state of the adapter that the sheet knows. `distance` is the root mean square, in nats, of
+    what it leaves of the served log-probabilities; `scale` that of a group, where it was fitted."""
+
+    group: str
+    fault: str
+    distance: float
+    scale: float | None = None
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether the group has the adapter's factors, at a scale."""
+        return self.scale is not None or self.fault == MISSING
+
+    def __str__(self) -> str:
+        return f"{self.group}: {self.fault}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a server does with an adapter.
+
+    effect: root mean square of what the adapter changes in the base's log-probabilities, in nats
+    deviation: of what is served against the adapter
+    noise: what counts as equal
+    nearest: the known states, nearest first
+    hidden: groups whose absence would change less than the noise, so that nothing is said of them
+    """
+
+    outcome: Outcome
+    sentence: str
+    effect: float
+    deviation: float
+    noise: float
+    num_tokens: int
+    nearest: list[State] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
+
+
+def judge(sheet: Sheet, served: Served, base: Served | None = None) -> Verdict:
+    """Compares served log-probabilities with the sheet.
+
+    base: those that the server gives for the base alone: their distance from the sheet's is the
+        noise between the two computations. Without it a tenth of the adapter's effect is noise
+    """
+    every = _Compared(sheet, served)
+    effect, deviation = _rms(every.of(sheet.adapter) - every.of(sheet.base)), every.deviation
+    noise = _NOISE * effect
+    if base is not None:
+        alone = _Compared(sheet, base)
+        noise = 3 * _rms(alone.values - alone.of(sheet.base))
+    states = _states(sheet, served)
+    hidden = [
+        fault.group
+        for fault in sheet.faults
+        if fault.fault == MISSING and _rms_between(fault.log_probs, sheet.adapter) <= noise
+    ]
+    outcome, sentence = _outcome(states, effect, deviation, noise)
+    return Verdict(
+        outcome, sentence, effect, deviation, noise, every.values.size, states[:_SHOWN], hidden
+    )
+
+
+def _outcome(
+    states: list[State], effect: float, deviation: float, noise: float
+) -> tuple[Outcome, str]:
+    nearest = states[0]
+    trained = next(state for state in states if state.fault == "as trained")
+    if effect <= noise or not effect:
+        return "unclear", (
+            f"the adapter changes these prompts by {effect:.3g} nats, which is no more than the "
+            f"noise of {noise:.3g}: use prompts like those that it was trained on"
+        )
+    if deviation <= noise:
+        return (
+            "served",
+            f"the adapter is served as trained, to {deviation:.2g} of {effect:.3g} nats",
+        )
+    rivals = [
+        state
+        for state in states[1:]
+        if state.distance < _MARGIN * max(nearest.distance, noise / 3)
+        and not (state.group == nearest.group and nearest.is_scale and state.is_scale)
+    ]
+    if nearest.distance > _LEFT * trained.distance:
+        return "unexplained", (
+            f"what is served is neither the adapter nor any state that the sheet knows; the "
+            f"nearest ({nearest}) leaves {nearest.distance:.3g} of {trained.distance:.3g} nats"
+        )
+    if rivals:
+        names = "; ".join(map(str, [nearest, *rivals[: _SHOWN - 1]]))
+        return "unexplained", f"these fit about equally well: {names}"
+    if nearest.group == ALL and nearest.fault == MISSING:
+        return "ignored", "the adapter is ignored: what is served is the base"
+    return "faulty", str(nearest)
+
+
+def _states(sheet: Sheet, served: Served) -> list[State]:
+    """Returns all states by their distance. All are compared on the prompts of the faults."""
+    count = len(sheet.faults[0].log_probs) if sheet.faults else len(sheet.prompts)
+    few = _Compared(sheet, served[:count])
+    adapter, base = few.of(sheet.adapter), few.of(sheet.base)
+    states = [State(ALL, "as trained", _rms(few.values - adapter))]
+    known = {(fault.group, fault.fault): few.of(fault.log_probs) for fault in sheet.faults}
+    known[ALL, MISSING] = base
+    for (group, fault), values in known.items():
+        if fault == DOUBLED:
+            at = np.stack([known[group, MISSING], known[group, HALVED], adapter, values])
+            scale, distance = _fitted(few.values, at)
+            if abs(scale - 1) > _SAME_SCALE and abs(scale) > _SAME_SCALE:
+                states.append(State(group, f"scaled by {scale:.2g}", distance, scale))
+        elif fault != HALVED:
+            states.append(State(group, fault, _rms(few.values - values)))
+    return sorted(states, key=lambda state: state.distance)
+
+
+def _fitted(served: Numbers, known: Numbers) -> tuple[float, float]:
+    """Returns the scale at which the cubics through the numbers at `_SCALES` are nearest to what is
+    served, and the distance."""
+    cubics = np.linalg.solve(np.vander(_SCALES, increasing=True), known)
+
+    def left(scale: float) -> float:
+        return _rms(served - scale ** np.arange(len(_SCALES)) @ cubics)
+
+    best = min(np.linspace(-1.0, 4.0, 501).tolist(), key=left)
+    return best, left(best)
+
+
+class _Compared:
+    """The tokens of which a server gave log-probabilities, of the first prompts of a sheet."""
+
+    def __init__(self, sheet: Sheet, served: Served) -> None:
+        flat = [value for row in served for value in row]
+        self._kept = np.array([value is not None for value in flat])
+        if not self._kept.any():
+            raise ConfigError("the server gave no log-probability of any token of the sheet")
+        self._rows = len(served)
+        self.values: Numbers = np.array([value for value in flat if value is not None])
+        self.deviation = _rms(self.values - self.of(sheet.adapter))
+
+    def of(self, log_probs: LogProbs) -> Numbers:
+        """Returns the sheet's numbers for these tokens."""
+        flat = np.array([value for row in log_probs[: self._rows] for value in row])
+        kept: Numbers = flat[self._kept]
+        return kept
+
+
+def _rms(values: Numbers) -> float:
+    return float(np.sqrt(np.mean(values**2)))
+
+
+def _rms_between(one: LogProbs, other: LogProbs) -> float:
+    return _rms(np.concatenate([np.subtract(a, b) for a, b in zip(one, other, strict=False)]))
