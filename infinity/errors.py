@@ -123,9 +123,11 @@ def storage_error(error: OSError) -> StorageError | None:
 
 
 @contextmanager
-def reporting(operation: str, path: str | Path) -> Iterator[None]:
+def reporting(
+    operation: str, path: str | Path, offset_nbytes: int = 0, nbytes: int = 0
+) -> Iterator[None]:
     """Turns an OSError of the block, also one that a library in Rust tells of in an exception of
-    its own, into a StorageError with the operation and the path.
+    its own, into a StorageError with the operation, the path and the range.
 
     The path is the one that the OSError names, and `path` if it names none.
     """
@@ -135,7 +137,13 @@ def reporting(operation: str, path: str | Path) -> Iterator[None]:
         raise
     except OSError as error:
         where = str(error.filename or path)
-        raise StorageError(error.errno or 0, operation=operation, path=where) from None
+        raise StorageError(
+            error.errno or 0,
+            operation=operation,
+            path=where,
+            offset_nbytes=offset_nbytes,
+            nbytes=nbytes,
+        ) from None
     except Exception as error:
         code = re.search(r"\(os error (\d+)\)", str(error))
         if code is None:

@@ -75,12 +75,17 @@ class SequentialFile:
 def new_file(path: Path, nbytes: int) -> None:
     """Makes a new file of `nbytes` and allocates its space. Raises StorageError."""
     with reporting("allocate", path), _create(path) as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            os.ftruncate(file.fileno(), nbytes)
+        reserve_space(file.fileno(), nbytes)
+
+
+def reserve_space(fd: int, nbytes: int) -> None:
+    """Gives a new file its length, and its blocks where the file system can. Raises OSError."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, nbytes)
 
 
 def _create(path: Path) -> FileIO:
@@ -101,19 +106,18 @@ def make_durably(directory: Path, mode: int = 0o777) -> None:
 
 def make_directory(directory: Path) -> None:
     """Creates `directory` and its parents. Raises StorageError naming the path."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        paths = (directory, *directory.parents)
-        present = next((path for path in paths if path.exists()), directory)
-        raise StorageError(
-            error.errno or 0,
-            operation="create",
-            path=str(directory),
-            detail=f"{present} is a file; expected a directory, or a name that is free",
-        ) from None
-    except OSError as error:
-        raise StorageError(error.errno or 0, operation="create", path=str(directory)) from None
+    with reporting("create", directory):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            paths = (directory, *directory.parents)
+            present = next((path for path in paths if path.exists()), directory)
+            raise StorageError(
+                error.errno or 0,
+                operation="create",
+                path=str(directory),
+                detail=f"{present} is a file; expected a directory, or a name that is free",
+            ) from None
 
 
 def check_space(

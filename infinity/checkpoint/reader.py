@@ -28,6 +28,7 @@ from infinity.ops.exact import join
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import MIB
 from infinity.state.units import MOMENT_KINDS, StateKind, TensorSpec, Unit, weight_of
+from infinity.storage.closing import Closing
 
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -189,7 +190,7 @@ def _row_major(infos: dict[TensorSpec, StateInfo], parts: Iterator[Part]) -> Ite
         yield StatePart(info, 0, torch.empty(0, dtype=info.dtype))
 
 
-class CheckpointSource:
+class CheckpointSource(Closing):
     """The state in a checkpoint, or in the newest checkpoint of a directory.
 
     Every byte is compared when it is read: a damaged one raises CorruptionError. Raises ConfigError
@@ -214,12 +215,6 @@ class CheckpointSource:
         }
         self._buffers = checkpoint.buffers(0)  # Every rank saves its own; the first one's count.
         self.infos = list(self._list())
-
-    def __enter__(self) -> CheckpointSource:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes all files. Idempotent."""

@@ -57,6 +57,7 @@ from infinity.ops.rules import Settings
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
+from infinity.storage.closing import Closing
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.inputs.activations import ActivationStore, WaitingMemory
 from infinity.streaming.passes import Passes
@@ -83,7 +84,7 @@ class Background(Protocol):
 
 
 @dataclass(eq=False, repr=False)
-class Engine:
+class Engine(Closing):
     """The engine of an offloaded model. `infinity.offload` makes it, `engine_of` finds it."""
 
     model: nn.Module
@@ -485,12 +486,6 @@ class Engine:
                 self.weight_cache.close()  # A device that has failed fails here, too.
             finally:
                 self._finalizer()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
 
 def _close_in(process: int, resources: ExitStack, ranks: Ranks) -> None:

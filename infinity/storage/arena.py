@@ -21,12 +21,13 @@ from infinity import _core
 from infinity.config.machine import host_memory, usable_cores
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
+from infinity.storage.closing import Closing
 
 _log = logging.getLogger("infinity")
 _VMA = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 
 
-class Arena:
+class Arena(Closing):
     """One populated mapping: aligned to 2 MiB, of huge pages where the kernel has them.
 
     The capacity is rounded up to full pages of 4096 bytes. Not inherited by forked children.
@@ -65,12 +66,6 @@ class Arena:
         if numa_node is not None:
             taken = "on" if self._core.prefers_node else "not, as the kernel refuses mbind, on"
             _log.info("pages of the host arena %s NUMA node %d", taken, numa_node)
-
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
     @property
     def core(self) -> _core.Arena:
@@ -121,7 +116,7 @@ def view_arena(pid: int, descriptor: int, nbytes: int) -> memoryview:
         os.close(opened)
 
 
-class Window:
+class Window(Closing):
     """A reserved address range that shows pages of an arena, for as long as they are mapped."""
 
     def __init__(self, capacity_nbytes: int) -> None:
@@ -130,12 +125,6 @@ class Window:
         self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
         self._core: _core.Window | None = _core.Window(self.capacity_nbytes)
         self.address: int = self._core.address
-
-    def __enter__(self) -> Window:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
     def map(
         self, arena: Arena, arena_offset_nbytes: int, nbytes: int, window_offset_nbytes: int = 0

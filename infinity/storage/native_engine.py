@@ -13,13 +13,13 @@ import resource
 import warnings
 from collections.abc import Sequence
 from errno import EINVAL, ENOMEM
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from typing_extensions import override
 
 from infinity import _core
 from infinity.errors import ConfigError, StorageError, UnsupportedError
-from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
+from infinity.sizes import MIB, format_nbytes
 from infinity.storage.arena import Arena
 from infinity.storage.probe import (
     explain_missing_uring,
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 EngineName = Literal["auto", "io_uring", "threads"]
 RingFlags = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
 
-MAX_QUEUE_DEPTH = 1024
-MAX_BLOCK_NBYTES = 1 << 30
 MAX_RINGS = 16
 
 # Bytes in flight per drive: at the least, at first, at the most. An urgent read waits behind them.
@@ -58,10 +56,8 @@ _warned_fallbacks: set[str] = set()
 
 def depth_range(queue_depth: int | Literal["auto"], block_nbytes: int) -> tuple[int, int, int]:
     """Returns the blocks in flight on one drive for `[io] queue_depth`: at the least, at first, at
-    the most. A number is all three. Raises ConfigError."""
+    the most. A number is all three."""
     if queue_depth != "auto":
-        if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
-            raise ConfigError(f"queue_depth={queue_depth}, expected 1..{MAX_QUEUE_DEPTH}")
         return queue_depth, queue_depth, queue_depth
     low, high = _AUTO_DEPTH
     least, start, most = (min(high, max(low, n // block_nbytes)) for n in _IN_FLIGHT_NBYTES)
@@ -74,39 +70,10 @@ class NativeEngine(StorageEngine):
     Opened by `open_engine`. Keeps the arena's memory alive as long as it lives itself.
     """
 
-    def __init__(
-        self,
-        *,
-        is_uring: bool,
-        arena: Arena | None,
-        block_nbytes: int,
-        depths: tuple[int, int, int],
-        num_threads: int,
-        max_pending: int,
-        num_rings: int,
-        ring_flags: RingFlags,
-    ) -> None:
+    def __init__(self, core: _core.Engine, *, is_uring: bool, has_arena: bool) -> None:
         self.name = "io_uring" if is_uring else "threads"
-        self._has_reported_buffers = arena is None or not is_uring
-        least, start, most = depths
-        limits = {"min_queue_depth": least, "max_queue_depth": most}
-        self._core = _core.Engine(
-            is_uring,
-            None if arena is None else arena.core,
-            block_nbytes=block_nbytes,
-            queue_depth=start,
-            num_threads=num_threads,
-            max_pending=max_pending,
-            num_rings=num_rings,
-            ring_flags=ring_flags,
-            **({} if least == most else limits),
-        )
-
-    def __enter__(self) -> NativeEngine:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
+        self._has_reported_buffers = not (has_arena and is_uring)
+        self._core = core
 
     @override
     def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
@@ -250,72 +217,54 @@ def open_engine(
     Raises UnsupportedError when `name` is "io_uring" and the kernel refuses it, or when it refuses
     flags that the configuration names.
     """
-    _check_options(
-        block_nbytes=block_nbytes,
-        num_threads=num_threads,
-        max_pending=max_pending,
-        num_rings=num_rings,
-        ring_flags=ring_flags,
-    )
+    if not 1 <= num_rings <= MAX_RINGS:
+        raise ConfigError(f"{num_rings=}, expected 1..{MAX_RINGS}")
+    least, start, most = depth_range(queue_depth, block_nbytes)
+
+    def opened(*, is_uring: bool) -> StorageEngine:
+        try:
+            core = _core.Engine(
+                is_uring, None if arena is None else arena.core,
+                block_nbytes=block_nbytes, queue_depth=start, num_threads=num_threads,
+                max_pending=max_pending, num_rings=num_rings, ring_flags=ring_flags,
+                min_queue_depth=least if least < most else 0,
+                max_queue_depth=most if least < most else 0,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return NativeEngine(core, is_uring=is_uring, has_arena=arena is not None)
+
+    chosen = _chosen(name, ring_flags)
+    if chosen == "threads":
+        return opened(is_uring=False)
+    try:
+        return opened(is_uring=True)
+    except StorageError as error:  # A small ring was granted, those of this size are not.
+        refusal = explain_refused_rings(error.errno or 0, error.detail)
+        if chosen == "io_uring":
+            raise UnsupportedError(f"the io_uring engine cannot start: {refusal}") from error
+        _warn_of_fallback(str(refusal))
+        return opened(is_uring=False)
+
+
+def _chosen(name: EngineName, ring_flags: RingFlags) -> EngineName:
+    """Returns "threads" where io_uring is not asked for, or "auto" may not have it; else `name`."""
     chosen = os.environ.get("INFINITY_IO_ENGINE", "auto") if name == "auto" else name
-    if chosen not in ("auto", "io_uring", "threads"):
+    if chosen not in get_args(EngineName):
         where = "INFINITY_IO_ENGINE" if name == "auto" else "engine"
         raise ConfigError(f"{where}={chosen!r}, expected 'auto', 'io_uring' or 'threads'")
-    is_uring = False
-    if chosen != "threads":
-        cause = explain_missing_uring()
-        is_uring = cause is None
-        if cause is not None and chosen == "io_uring":
-            raise UnsupportedError(f"the io_uring engine cannot start: {cause}")
-        if cause is not None:
-            _warn_of_fallback(cause)
-        elif ring_flags != "auto" and not grants_ring_flags(ring_flags):
-            raise UnsupportedError(
-                f"this kernel ({os.uname().release}) refuses rings with {ring_flags}; "
-                'flags = "auto" takes the best that it grants'
-            )
-    options: dict[str, Any] = {
-        "arena": arena,
-        "block_nbytes": block_nbytes,
-        "depths": depth_range(queue_depth, block_nbytes),
-        "num_threads": num_threads,
-        "max_pending": max_pending,
-        "num_rings": num_rings,
-        "ring_flags": ring_flags,
-    }
-    if is_uring:
-        try:
-            return NativeEngine(is_uring=True, **options)
-        except StorageError as error:  # A small ring was granted, those of this size are not.
-            refusal = explain_refused_rings(error.errno or 0, error.detail)
-            if chosen == "io_uring":
-                raise UnsupportedError(f"the io_uring engine cannot start: {refusal}") from error
-            _warn_of_fallback(str(refusal))
-    return NativeEngine(is_uring=False, **options)
-
-
-def _check_options(
-    *,
-    block_nbytes: int,
-    num_threads: int,
-    max_pending: int,
-    num_rings: int,
-    ring_flags: RingFlags,
-) -> None:
-    if not PAGE_NBYTES <= block_nbytes <= MAX_BLOCK_NBYTES or block_nbytes % PAGE_NBYTES:
-        raise ConfigError(
-            f"{block_nbytes=}, expected a multiple of {PAGE_NBYTES} up to {MAX_BLOCK_NBYTES}"
+    cause = None if chosen == "threads" else explain_missing_uring()
+    if cause is not None and chosen == "io_uring":
+        raise UnsupportedError(f"the io_uring engine cannot start: {cause}")
+    if cause is not None:
+        _warn_of_fallback(cause)
+        return "threads"
+    if chosen != "threads" and ring_flags != "auto" and not grants_ring_flags(ring_flags):
+        raise UnsupportedError(
+            f"this kernel ({os.uname().release}) refuses rings with {ring_flags}; "
+            'flags = "auto" takes the best that it grants'
         )
-    for key, value, maximum in (
-        ("num_threads", num_threads, MAX_QUEUE_DEPTH),
-        ("num_rings", num_rings, MAX_RINGS),
-    ):
-        if not 1 <= value <= maximum:
-            raise ConfigError(f"{key}={value}, expected 1..{maximum}")
-    if ring_flags not in get_args(RingFlags):
-        raise ConfigError(f"{ring_flags=}, expected one of {', '.join(get_args(RingFlags))}")
-    if max_pending < 1:
-        raise ConfigError(f"{max_pending=}, expected at least 1")
+    return cast(EngineName, chosen)
 
 
 def _warn_of_fallback(cause: str) -> None:

@@ -8,11 +8,11 @@ import errno
 import mmap
 import os
 from pathlib import Path
-from typing import Self
 
-from infinity.errors import CorruptionError, StorageError
+from infinity.errors import CorruptionError, reporting
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import ExpectedRange
+from infinity.storage.closing import Closing
 
 BUFFER_NBYTES = 4 * MIB
 _TRANSFER_NBYTES = 16 * MIB
@@ -25,21 +25,16 @@ def read_into(fd: int, view: memoryview, offset_nbytes: int, *, path: str) -> in
     """
     done = 0
     while done < len(view):
-        try:
+        with reporting("read", path, offset_nbytes + done, len(view) - done):
             part = view[done : done + _TRANSFER_NBYTES]
             count = os.preadv(fd, [part], offset_nbytes + done)
-        except OSError as error:
-            raise StorageError(
-                error.errno or errno.EIO, operation="read", path=path,
-                offset_nbytes=offset_nbytes + done, nbytes=len(view) - done,
-            ) from None  # fmt: skip
         if count == 0:
             break
         done += count
     return done
 
 
-class PageReader:
+class PageReader(Closing):
     """Reads at most BUFFER_NBYTES at a time into memory of its own. Not thread-safe; close it.
 
     Reads are direct if the file system allows: bytes that are read once do not belong in the page
@@ -50,12 +45,6 @@ class PageReader:
         self._memory = mmap.mmap(-1, BUFFER_NBYTES)  # Page-aligned.
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._fds: dict[Path, int] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes all files. Idempotent."""
@@ -88,14 +77,10 @@ class PageReader:
         fd = self._fds.get(path)
         if fd is None:
             flags = os.O_RDONLY | os.O_CLOEXEC
-            fd = -1
             with contextlib.suppress(OSError):
                 fd = os.open(path, flags | os.O_DIRECT)
-            try:
-                fd = fd if fd >= 0 else os.open(path, flags)
-            except OSError as error:
-                raise StorageError(
-                    error.errno or errno.EIO, operation="open", path=str(path)
-                ) from None
+            if fd is None:
+                with reporting("open", path):
+                    fd = os.open(path, flags)
             self._fds[path] = fd
         return fd

@@ -190,10 +190,11 @@ class StorageEngine(Protocol):
     def stats(self) -> EngineStats:
         """Returns the counts since the engine was opened, by device and by file."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *unused: object) -> None:
-        """Closes the engine."""
+        self.close()
 
     def close(self) -> None:
         """Drains, ends the threads, closes the files. Idempotent."""

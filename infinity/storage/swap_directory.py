@@ -21,7 +21,7 @@ from typing import Any
 
 from infinity import _core
 from infinity.bounded import kind_of
-from infinity.errors import StorageError
+from infinity.errors import StorageError, reporting
 from infinity.sizes import GIB, PAGE_NBYTES, align_up
 from infinity.storage.lock_file import (
     LOCK_NAME,
@@ -88,10 +88,8 @@ class SwapDirectory:
 
         None when the file system does not say (ramfs).
         """
-        try:
+        with reporting("statvfs", self.path):
             found = os.fstatvfs(self._fds[0])
-        except OSError as error:
-            raise _failure(error, "statvfs", self.path) from error
         if found.f_blocks == 0:
             return None
         reserve_nbytes = min(GIB, found.f_blocks * found.f_frsize // 20)
@@ -107,27 +105,22 @@ class SwapDirectory:
         """
         if size_nbytes <= self.size_nbytes:
             return
-        try:
-            together = list(zip(self._fds, self._adopted_sizes, strict=True))
-            own = [(self.size_nbytes, size_nbytes - self.size_nbytes)]
-            ranges = [own, *(spared or [()] * (len(self._fds) - 1))]
-            before_nbytes = self._blocks_nbytes()
-            for number, (fd, adopted_nbytes) in enumerate(together):
-                if number and adopted_nbytes < size_nbytes:
-                    os.ftruncate(fd, size_nbytes)
-                for offset_nbytes, nbytes in ranges[number]:
-                    _allocate(fd, offset_nbytes, nbytes, adopted_nbytes=adopted_nbytes)
-        except OSError as error:
-            for fd, adopted_nbytes in zip(self._fds, self._adopted_sizes, strict=True):
-                with contextlib.suppress(OSError):
-                    os.ftruncate(fd, max(adopted_nbytes, self.size_nbytes))
-            raise _failure(
-                error,
-                "fallocate",
-                self.swap_path,
-                offset_nbytes=self.size_nbytes,
-                nbytes=size_nbytes - self.size_nbytes,
-            ) from error
+        own = (self.size_nbytes, size_nbytes - self.size_nbytes)
+        ranges = [[own], *(spared or [()] * (len(self._fds) - 1))]
+        before_nbytes = self._blocks_nbytes()
+        together = list(zip(self._fds, self._adopted_sizes, strict=True))
+        with reporting("fallocate", self.swap_path, *own):
+            try:
+                for number, (fd, adopted_nbytes) in enumerate(together):
+                    if number and adopted_nbytes < size_nbytes:
+                        os.ftruncate(fd, size_nbytes)
+                    for offset_nbytes, nbytes in ranges[number]:
+                        _allocate(fd, offset_nbytes, nbytes, adopted_nbytes=adopted_nbytes)
+            except OSError:
+                for fd, adopted_nbytes in together:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(fd, max(adopted_nbytes, self.size_nbytes))
+                raise
         self.size_nbytes = size_nbytes
         taken_nbytes = sum(nbytes for of_file in ranges for _, nbytes in of_file)
         self.taken_nbytes += taken_nbytes
@@ -259,34 +252,26 @@ def _unusable(path: str, code: int, detail: str) -> StorageError:
 
 
 def _create(path: str) -> int:
-    try:
+    with reporting("create", path):
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise _failure(error, "create", path) from error
 
 
 def _open(path: str) -> int:
     _check_regular(path)
-    try:
+    with reporting("open", path):
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise _failure(error, "open", path) from error
 
 
 def remove_swap_file(path: str) -> None:
     """Removes a swap file. Raises StorageError for a foreign file with such a name."""
     _check_regular(path)
-    try:
+    with reporting("remove", path):
         os.unlink(path)
-    except OSError as error:
-        raise _failure(error, "remove", path) from None
 
 
 def _check_regular(path: str) -> None:
-    try:
+    with reporting("open", path):
         mode = os.lstat(path).st_mode
-    except OSError as error:
-        raise _failure(error, "open", path) from None
     if not stat.S_ISREG(mode):
         raise StorageError(
             errno.EEXIST,
@@ -297,10 +282,8 @@ def _check_regular(path: str) -> None:
 
 
 def _names_in(path: str) -> list[str]:
-    try:
+    with reporting("list", path):
         return sorted(os.listdir(path))
-    except OSError as error:
-        raise _failure(error, "list", path) from None
 
 
 def _allocate(fd: int, offset_nbytes: int, nbytes: int, *, adopted_nbytes: int) -> None:
@@ -314,18 +297,6 @@ def _allocate(fd: int, offset_nbytes: int, nbytes: int, *, adopted_nbytes: int) 
         end_nbytes = offset_nbytes + nbytes
         for at in range(max(offset_nbytes, adopted_nbytes), end_nbytes, len(zeros)):
             os.pwrite(fd, zeros[: end_nbytes - at], at)
-
-
-def _failure(
-    error: OSError, operation: str, path: str, *, offset_nbytes: int = 0, nbytes: int = 0
-) -> StorageError:
-    return StorageError(
-        error.errno or errno.EIO,
-        operation=operation,
-        path=path,
-        offset_nbytes=offset_nbytes,
-        nbytes=nbytes,
-    )
 
 
 # -- A look from outside, without the lock --------------------------------------------------------
@@ -368,10 +339,7 @@ class SwapContents:
 
 def examine(path: str) -> SwapContents | None:
     """Returns the contents; None when the directory has neither a lock nor a swap file."""
-    try:
-        names = sorted(os.listdir(path))
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, operation="list", path=path) from None
+    names = _names_in(path)
     files, faults = [], []
     for name in filter(is_swap_name, names):
         place = os.path.join(path, name)
@@ -415,7 +383,7 @@ def remove_stale(path: str) -> list[str]:
     lock = DirectoryLock(path, job="")
     try:
         removed = []
-        for name in sorted(filter(is_swap_name, os.listdir(path))):
+        for name in filter(is_swap_name, _names_in(path)):
             remove_swap_file(os.path.join(path, name))
             removed.append(name)
     finally:

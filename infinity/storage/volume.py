@@ -24,6 +24,7 @@ from infinity.storage.checksums import (
     PageChecksums,
     PageDigests,
 )
+from infinity.storage.closing import Closing
 from infinity.storage.generations import (
     NOWHERE,
     Adopted,
@@ -61,7 +62,7 @@ from infinity.storage.volume_paths import (
 __all__ = ["Adopted", "Extent", "Spared", "Volume", "VolumePath"]
 
 
-class Volume:
+class Volume(Closing):
     """Buffers on NVMe: reserve, read, write, close; freeze, thaw, restore.
 
     One thread at a time reserves and closes; any thread reads and writes. After a write has failed,
@@ -121,12 +122,6 @@ class Volume:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Volume:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
     @property
     def engine(self) -> StorageEngine:

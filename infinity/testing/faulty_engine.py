@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 from typing_extensions import override
 
@@ -31,14 +31,6 @@ class WrappedEngine(StorageEngine):
         self._engine = engine
         self._paths: dict[int, str] = {}
         self.name = f"{name}({engine.name})"
-
-    @override
-    def __enter__(self) -> Self:
-        return self
-
-    @override
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
     @override
     def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:

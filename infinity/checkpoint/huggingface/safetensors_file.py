@@ -13,7 +13,6 @@ Source: README of the safetensors repository, section "Format".
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -23,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -38,16 +37,17 @@ from infinity.bounded import (
     table_of,
     text_of,
 )
+from infinity.checkpoint.durable import TRANSFER_NBYTES, reserve_space
 from infinity.codecs.plain import STORED_DTYPES
-from infinity.errors import StorageError, UnsupportedError, corrupt, reporting
+from infinity.errors import UnsupportedError, corrupt, reporting
 from infinity.sizes import MIB
+from infinity.storage.closing import Closing
 from infinity.storage.page_reader import read_into
 from infinity.storage.shards import ShardIdentity
 
 _LENGTH_NBYTES = 8
 _MAX_HEADER_NBYTES = 100 * MIB  # The bound of the library.
 _MAX_DIMENSIONS = 64  # The bound of torch.
-_TRANSFER_NBYTES = 16 * MIB
 
 _FORMAT_DTYPES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
@@ -99,7 +99,7 @@ class KnownHeader:
     metadata: dict[str, str]
 
 
-class SafetensorsReader:
+class SafetensorsReader(Closing):
     """Reads tensors of one file on demand, after checking its header on opening.
 
     Raises CorruptionError if the file is shorter or longer than its header says, if offsets
@@ -125,12 +125,6 @@ class SafetensorsReader:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
     def identity(self) -> ShardIdentity:
         """Returns what tells this file from another one. Raises StorageError."""
@@ -301,34 +295,16 @@ class SafetensorsWriter:
 
     def _reserve(self, file_nbytes: int) -> None:
         assert self._fd is not None
-        try:
-            os.posix_fallocate(self._fd, 0, file_nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise StorageError(
-                    error.errno or 0,
-                    operation="allocate",
-                    path=str(self.partial_path),
-                    nbytes=file_nbytes,
-                ) from None
-            os.ftruncate(self._fd, file_nbytes)
+        with reporting("allocate", self.partial_path, 0, file_nbytes):
+            reserve_space(self._fd, file_nbytes)
 
     def _write(self, view: memoryview, offset_nbytes: int) -> None:
         assert self._fd is not None, f"{self.path} is closed"
         done = 0
         while done < len(view):
-            try:
-                done += os.pwrite(
-                    self._fd, view[done : done + _TRANSFER_NBYTES], offset_nbytes + done
-                )
-            except OSError as error:
-                raise StorageError(
-                    error.errno or 0,
-                    operation="write",
-                    path=str(self.partial_path),
-                    offset_nbytes=offset_nbytes + done,
-                    nbytes=len(view) - done,
-                ) from None
+            place = offset_nbytes + done
+            with reporting("write", self.partial_path, place, len(view) - done):
+                done += os.pwrite(self._fd, view[done : done + TRANSFER_NBYTES], place)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

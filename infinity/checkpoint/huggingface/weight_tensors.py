@@ -28,7 +28,7 @@ from infinity.codecs import Plain
 from infinity.codecs.detect import DECLARING_FILES, logical_tensors, quantization_of
 from infinity.codecs.found import LogicalTensor
 from infinity.codecs.part import Decoder
-from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, listed
+from infinity.errors import ConfigError, CorruptionError, corrupt, listed, reporting
 from infinity.storage.protocol import FileRange
 from infinity.storage.shards import ShardIdentity
 
@@ -283,12 +283,11 @@ def read_weight_map(index: Path) -> dict[str, str]:
     """Returns the file of every tensor, from the index of a sharded checkpoint. Raises
     CorruptionError for one without such a table, StorageError."""
     try:
-        table = table_of(read_json(index), "it")
+        with reporting("read", index):
+            table = table_of(read_json(index), "it")
         weight_map = table_of(field(table, "weight_map"), "weight_map")
         for name, file_name in weight_map.items():
             plain_name(file_name, f"the file of tensor {name!r}")
-    except OSError as error:
-        raise StorageError(error.errno or 0, operation="read", path=str(index)) from None
     except MalformedError as error:
         raise corrupt(str(index), f"no weight_map can be read: {error}") from None
     return weight_map

@@ -86,12 +86,11 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
     Returns an empty list if there is no directory. Raises StorageError.
     """
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(error.errno or 0, operation="list", path=str(directory)) from None
+    with reporting("list", directory):
+        try:
+            names = os.listdir(directory)
+        except FileNotFoundError:
+            return []
     found = [directory / name for name in names if _NAME.fullmatch(name)]
     return sorted(found, key=step_of)
 
@@ -289,15 +288,14 @@ def _sweep(directory: Path) -> None:
 
 def read_content(path: Path) -> bytes:
     """Reads a small file of a checkpoint. Raises CorruptionError, StorageError."""
-    try:
-        return read_bytes(path, max_nbytes=MAX_NBYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        detail = f"there is no {path.name}, so this is no whole checkpoint"
-        raise corrupt(str(path), detail) from None
-    except MalformedError as error:
-        raise corrupt(str(path), str(error)) from None
-    except OSError as error:
-        raise StorageError(error.errno or 0, operation="read", path=str(path)) from None
+    with reporting("read", path):
+        try:
+            return read_bytes(path, max_nbytes=MAX_NBYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            detail = f"there is no {path.name}, so this is no whole checkpoint"
+            raise corrupt(str(path), detail) from None
+        except MalformedError as error:
+            raise corrupt(str(path), str(error)) from None
 
 
 @contextmanager

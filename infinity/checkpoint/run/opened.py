@@ -53,6 +53,7 @@ from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, CorruptionError, UnsupportedError, corrupt, listed
 from infinity.state.tiles import name_of_tiled, number_of_tile
 from infinity.state.units import MOMENT_KINDS
+from infinity.storage.closing import Closing
 from infinity.storage.page_reader import PageReader
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class PagedTensor:
 SavedTensor = FileTensor | PagedTensor
 
 
-class StoredReader:
+class StoredReader(Closing):
     """Reads stored tensors and compares them with their SHA-256 or CRC32C.
 
     The SHA-256 of a tensor is compared when the tensor has been read from its first to its last
@@ -144,12 +145,6 @@ class StoredReader:
         self._pages = PageReader()
         # Elements read, from the first one on, and their SHA-256.
         self._digests: dict[tuple[Path, str], tuple[int, HASH]] = {}
-
-    def __enter__(self) -> StoredReader:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes all files. Idempotent."""
