@@ -30,7 +30,7 @@ from infinity.distributed.collective.process_groups import (
     refuse_blocking_calls,
     refuse_unequal_names,
 )
-from infinity.distributed.collective.unshard import DeviceUnshard, UnshardedWeights
+from infinity.distributed.collective.unshard import DeviceUnshard
 from infinity.distributed.group import RankTopology, path_of_rank, share_memory
 from infinity.distributed.store import DistributedStore, serving_nbytes
 from infinity.distributed.sums.grad_memory import SumsPlan, plan_sums
@@ -51,7 +51,6 @@ from infinity.state.partition import Partition, partition
 from infinity.state.store import LocalStore
 from infinity.state.units import Unit
 from infinity.storage.shards import ShardIdentity
-from infinity.streaming.weights.state import WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostPool
 from infinity.tiers.ranges import rounded_nbytes
@@ -174,15 +173,6 @@ class ShardingPlan:
             store, collectives=collectives, exchange=exchange, counters=counters
         )
         return collectives, buckets, gathering
-
-    def weight_provider(self, unshard: DeviceUnshard | None) -> WeightProvider:
-        """Returns the source of this rank's full units. Gathered units are outdated by every
-        step."""
-        is_outdated_by_step = self.partition.shards_parameters
-        if unshard is None:
-            return WeightProvider(is_outdated_by_step=is_outdated_by_step)
-        num_units = len(self.partition.full_units)
-        return UnshardedWeights(unshard, num_units, is_outdated_by_step=is_outdated_by_step)
 
     def store(
         self,

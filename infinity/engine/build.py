@@ -201,7 +201,8 @@ def _assemble(
     sharded = None
     if sharding is not None:
         sharded = _share(sharding, local, tiers, budgets, resources)
-        store, source = sharded.store, sharding.weight_provider(sharded.unshard)
+        store, is_outdated = sharded.store, sharding.partition.shards_parameters
+        source = sharded.unshard or WeightProvider(is_outdated_by_step=is_outdated)
     inputs = InputMemory(budgets.inputs_nbytes, budgets.working_nbytes - budgets.inputs_nbytes)
     weight_cache = WeightCache(
         store, pool=tiers.host, device=device, counters=counters, inputs=inputs, source=source,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity.distributed.collective.exchange import Buffers, DeviceExchange
-from infinity.distributed.collective.unshard import DeviceUnshard, UnshardedWeights
+from infinity.distributed.collective.unshard import DeviceUnshard
 from infinity.errors import RankError
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation
@@ -56,18 +56,6 @@ class Stub:
     def free(self, block: object) -> None:
         self.num_lent -= 1
 
-    def covers(self, unit: int) -> bool:
-        return unit < 2
-
-    def shard_of(self, unit: int) -> int:
-        return 2 + unit
-
-    def take_outdated(self, unit: int) -> bool:
-        return False
-
-    def begin(self, *unused: Any) -> Stub:
-        return self
-
     def settle(self, *, is_patient: bool) -> bool:
         self.patience.append(is_patient)
         return True
@@ -77,6 +65,23 @@ class Stub:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *unused, **_: None
+
+
+class Fed(WeightProvider):
+    """Units 0 and 1 come from their shards and from other ranks."""
+
+    def __init__(self, stub: Any) -> None:
+        super().__init__()
+        self.stub = stub
+
+    def feeders(self) -> dict[int, int]:
+        return {2: 0, 3: 1}
+
+    def feeder_of(self, unit: int) -> int | None:
+        return 2 + unit if unit < 2 else None
+
+    def begin(self, *unused: Any) -> Any:
+        return self.stub
 
 
 def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
@@ -92,7 +97,7 @@ def test_a_shard_that_waits_for_other_ranks_frees_its_space() -> None:
         counters=Counters(),
         budgets=budgets,
         inputs=InputMemory(0, 1 << 20),
-        source=UnshardedWeights(stub, 2, is_outdated_by_step=False),
+        source=Fed(stub),
     )
     for _ in range(2):
         weight_cache.begin_pass("train")
@@ -124,9 +129,7 @@ def test_stored_weights_count_once_as_shards_or_as_full_units(
             [(("w",), SimpleNamespace(nbytes=4))] * 2 + [((), SimpleNamespace(nbytes=1))] * 2
         )
     ]
-    source = WeightProvider()
-    if between_devices:
-        source = UnshardedWeights(stub, 2, is_outdated_by_step=False)
+    source = Fed(stub) if between_devices else WeightProvider()
     moves = WeightMoves(stub, stub, stub, Counters(), source, AccessOrder())
     weights = moves.weights
     assert stub.spare.weights_to_come_nbytes == absent_nbytes
@@ -163,6 +166,7 @@ def test_a_refused_proposal_gives_back_the_memory_of_the_region() -> None:
                 full_units=[SimpleNamespace(stored=None)],
                 sources=lambda _: (),
                 is_of_node=lambda _: False,
+                shards_parameters=True,
             )
         )
         refusing: Any = Refusing()
@@ -170,7 +174,7 @@ def test_a_refused_proposal_gives_back_the_memory_of_the_region() -> None:
         region, local = device.reserve(4096), torch.empty(2048, dtype=torch.uint8)
         for _ in range(2):  # A retry takes the memory again.
             with pytest.raises(RankError, match="rank 1 is gone"):
-                unshard.begin(0, region, local, None, None, lambda: True)
+                unshard.begin(0, region, local, None, None)
             assert not region.is_attached
         device.close()
 
@@ -197,7 +201,9 @@ def test_a_rank_that_only_gives_its_shards_keeps_three_copies_of_them() -> None:
         give=lambda *unused, is_of_node: next(copies),
     )
     store: Any = SimpleNamespace(
-        partition=SimpleNamespace(sources=lambda _: (), is_of_node=lambda _: False),
+        partition=SimpleNamespace(
+            sources=lambda _: (), is_of_node=lambda _: False, shards_parameters=True
+        ),
         read_served=lambda unit, allocate: allocate(512),
     )
     collectives: Any = StandingIn()

@@ -57,8 +57,15 @@ class AllGather:
         return self._collectives.settle(self._proposal, is_patient=is_patient and may_wait)
 
 
-class DeviceUnshard:
-    """All-gathers of weights between the devices of all ranks. Training thread."""
+class DeviceUnshard(WeightProvider):
+    """All-gathers of weights between the devices of all ranks. A unit's feeder is this rank's shard
+    of it; the rest comes from the devices of the other ranks. Training thread.
+
+    As a `WeightProvider` for training passes only, which all ranks enter together. Other passes
+    belong to one rank.
+    """
+
+    may_change_attached = False  # Other devices read the host blocks.
 
     def __init__(
         self,
@@ -68,6 +75,8 @@ class DeviceUnshard:
         exchange: DeviceExchange,
         counters: Counters,
     ) -> None:
+        super().__init__(is_outdated_by_step=store.partition.shards_parameters)
+        self._is_training = False
         self._store = store
         self._partition = store.partition
         self._collectives = collectives
@@ -88,23 +97,31 @@ class DeviceUnshard:
         self._gathers.append(self._exchange.give(local, self._ranges(unit), is_of_node=is_of_node))
         return self._gathers[-1]
 
-    @property
-    def is_on(self) -> bool:
-        """Whether devices exchange weights at all."""
-        return self._collectives.is_on
-
-    def covers(self, unit: int) -> bool:
-        """Whether the unit is divided over ranks, so that devices may exchange it."""
-        return self._partition.shards_parameters and unit < len(self._partition.full_units)
-
     def shard_of(self, unit: int) -> int:
         """Returns the index of the unit's shard of this rank."""
         return len(self._partition.full_units) + unit
 
+    @override
+    def feeders(self) -> Mapping[int, int]:
+        if not self._partition.shards_parameters:
+            return {}
+        return {self.shard_of(unit): unit for unit in range(len(self._partition.full_units))}
+
+    @override
+    def note_pass(self, *, is_training: bool) -> None:
+        self._is_training = is_training
+
+    @override
+    def feeder_of(self, unit: int) -> int | None:
+        is_divided = self._partition.shards_parameters and unit < len(self._partition.full_units)
+        is_exchanged = self._is_training and self._collectives.is_on and is_divided
+        return self.shard_of(unit) if is_exchanged else None
+
+    @override
     def take_outdated(self, unit: int) -> bool:
-        """See `WeightProvider.take_outdated`."""
         return self._store.take_rewritten(unit)
 
+    @override
     def begin(
         self,
         unit: int,
@@ -112,9 +129,7 @@ class DeviceUnshard:
         local: torch.Tensor,
         reading: Transfer | None,
         decoding: Decoding | None,
-        may_wait: Callable[[], bool],
-    ) -> AllGather:
-        """See `WeightProvider.begin`; `may_wait`: of `AllGather`."""
+    ) -> Arrival:
         ranges = self._ranges(unit)
         is_of_node = self._partition.is_of_node(unit)
         if region is not None:
@@ -136,7 +151,10 @@ class DeviceUnshard:
             )
 
         try:
-            return AllGather(self._collectives, (_GATHERING, unit, 0), issue, may_wait)
+            # It waits for other ranks only in a training pass.
+            return AllGather(
+                self._collectives, (_GATHERING, unit, 0), issue, lambda: self._is_training
+            )
         except BaseException:
             if region is not None:
                 self._exchange.give_back(region)  # The unit stays absent: the next use takes it.
@@ -149,7 +167,7 @@ class DeviceUnshard:
         """
         location = self._store.location(self._partition.full_units[unit], StateKind.PARAMETERS)
         ranges = self._ranges(unit)
-        if not self.is_on or not isinstance(location, DeviceLocation) or not ranges:
+        if not self._collectives.is_on or not isinstance(location, DeviceLocation) or not ranges:
             return None
         full, ready = location.memory, self._exchange.ready()
         own = self._partition.own_part(unit)
@@ -177,55 +195,3 @@ class DeviceUnshard:
                 nbytes = sum(part.nbytes for part in self._partition.served(shard))
                 self._counters.add("ranks_gathered_nbytes", nbytes)
                 self._store.count_elsewhere(shard.rank, nbytes)
-
-
-class UnshardedWeights(WeightProvider):
-    """A `WeightProvider` over ranks. A unit's feeder is this rank's shard of it; the rest comes
-    from the devices of the other ranks.
-
-    For training passes only, which all ranks enter together. Other passes belong to one rank.
-    """
-
-    may_change_attached = False  # Other devices read the host blocks.
-
-    def __init__(
-        self, unshard: DeviceUnshard, num_units: int, *, is_outdated_by_step: bool
-    ) -> None:
-        """`num_units`: the number of the model's units, whose indices precede those of shards."""
-        super().__init__(is_outdated_by_step=is_outdated_by_step)
-        self._unshard = unshard
-        self._num_units = num_units
-        self._is_training = False
-
-    @override
-    def feeders(self) -> Mapping[int, int]:
-        covered = (unit for unit in range(self._num_units) if self._unshard.covers(unit))
-        return {self._unshard.shard_of(unit): unit for unit in covered}
-
-    @override
-    def note_pass(self, *, is_training: bool) -> None:
-        self._is_training = is_training
-
-    @override
-    def feeder_of(self, unit: int) -> int | None:
-        if not (self._is_training and self._unshard.is_on and self._unshard.covers(unit)):
-            return None
-        return self._unshard.shard_of(unit)
-
-    @override
-    def take_outdated(self, unit: int) -> bool:
-        return self._unshard.take_outdated(unit)
-
-    @override
-    def begin(
-        self,
-        unit: int,
-        region: Region | None,
-        local: torch.Tensor,
-        reading: Transfer | None,
-        decoding: Decoding | None,
-    ) -> Arrival:
-        # It waits for other ranks only in a training pass.
-        return self._unshard.begin(
-            unit, region, local, reading, decoding, lambda: self._is_training
-        )
