@@ -87,12 +87,12 @@ def full_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
 
     `what` names the caller in errors. All ranks call it: the first rank gets the state of all
     ranks; the others get None, and serve the first one until its block ends. Raises as
-    `Engine.collective_section`, and InfinityError while parameters are in use.
+    `RankSync.collective_section`, and InfinityError while parameters are in use.
     """
     engine = engine_of(model)
-    with engine.collective_section(f"{what}: all are at rest"), engine.at_rest(what):
+    with engine.ranks.collective_section(f"{what}: all are at rest"), engine.at_rest(what):
         pass
-    with engine.collective_section(what), engine.at_rest(what) as state:
+    with engine.ranks.collective_section(what), engine.at_rest(what) as state:
         yield state if engine.rank == 0 else None
 
 

@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -28,7 +28,7 @@ from torch import nn
 from infinity.config import SwapConfig
 from infinity.distributed.group import find_group, path_of_job
 from infinity.distributed.shared_inputs import SharedActivationStore
-from infinity.distributed.sync import CollectiveSection, Ranks
+from infinity.distributed.sync import Ranks
 from infinity.engine.state_access import StateAccess
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.accumulate.layer_major import Passenger, ScheduleParts
@@ -363,10 +363,6 @@ class Engine(Closing):
         """The number of ranks that share the model; 1 without torch.distributed."""
         return self.ranks.num_ranks
 
-    def collective_section(self, what: str) -> AbstractContextManager[CollectiveSection]:
-        """A section that every rank enters: see `RankSync.collective_section`."""
-        return self.ranks.collective_section(what)
-
     @property
     def commit_directory(self) -> Path | None:
         """The directory for the commits of this job, the same for all ranks."""
@@ -374,11 +370,6 @@ class Engine(Closing):
         if directory is None or self.ranks.partition is None:
             return directory
         return path_of_job(directory.parent) / directory.name
-
-    def all_gather_numbers(self, what: str, number: float) -> list[float]:
-        """Returns the `number` of every rank in rank order. Every rank calls it; `what` is for
-        messages."""
-        return self.ranks.all_gather_numbers(what, number)
 
     # -- The step ----------------------------------------------------------------------------------
 

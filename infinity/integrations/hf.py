@@ -305,7 +305,7 @@ class OffloadedTrainer(LayerMajorSteps):
         engine, directory = engine_of(self.model), Path(self._get_output_dir(trial=trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         partial, target = directory / f".{name}.partial", directory / name
-        with engine.collective_section("remove checkpoints that a crash has left"):
+        with engine.ranks.collective_section("remove checkpoints that a crash has left"):
             if self.args.should_save:
                 remove_partials(directory)
         self._writes_in = partial
@@ -322,10 +322,10 @@ class OffloadedTrainer(LayerMajorSteps):
             self.state.best_model_checkpoint = str(best)
         if self.args.should_save:
             self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
-        with engine.collective_section("write a checkpoint"):
+        with engine.ranks.collective_section("write a checkpoint"):
             pass  # All ranks have written their files.
         label = label_of(partial / name)
-        with engine.collective_section("give a checkpoint its name"):
+        with engine.ranks.collective_section("give a checkpoint its name"):
             if self.args.should_save:
                 give_name(partial / name, target)
         if engine.store.volume is not None:
@@ -460,7 +460,7 @@ def save_over(
     writing fails, the earlier state is restored. All ranks call it, and rank 0 replaces."""
     engine, has_before = engine_of(model), False
     before = directory.with_name(f".{directory.name}.replaced")
-    with engine.collective_section("replace a saved state"):
+    with engine.ranks.collective_section("replace a saved state"):
         if engine.rank == 0:
             has_before = _move_away(directory, before)
     own = _frozen_in(model, directory)
@@ -472,7 +472,7 @@ def save_over(
             shutil.rmtree(directory, ignore_errors=True)
             before.rename(directory)
         raise
-    with engine.collective_section("remove the saved state that was replaced"):
+    with engine.ranks.collective_section("remove the saved state that was replaced"):
         if engine.rank == 0:
             shutil.rmtree(before, ignore_errors=True)
 

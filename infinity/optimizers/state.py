@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from infinity.modules.autograd.param import OffloadedParam
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.private.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map_only
 from infinity.state.units import StateKind
+
+if TYPE_CHECKING:
+    from infinity.optimizers.offloaded import OffloadedOptimizer
 
 _READ_ONLY = (
     "{} would change a fetched copy of optimizer.state and be lost; clone it to change it. "
@@ -57,36 +60,22 @@ class FetchedMoment(torch.Tensor):
             return tree_map_only(torch.Tensor, guarded, answer)
 
 
-class StateOwner(Protocol):
-    """The optimizer behind `optimizer.state`."""
-
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of the model."""
-
-    def params_of(self, parameter: Any) -> list[OffloadedParam]:
-        """Returns the offloaded parameters, or tiles, behind a parameter of the program."""
-
-    def step_of(self, param: OffloadedParam) -> int:
-        """Returns the number of updates of a parameter."""
-
-    def state_names_of(self, param: OffloadedParam) -> list[str]:
-        """Returns the names of the state of a parameter, as torch.optim names it."""
-
-
-class ParameterState:
-    """The optimizer's state of one parameter: `step`, and the moments under torch's names."""
-
-    def __init__(self, optimizer: StateOwner, params: list[OffloadedParam]) -> None:
+class _OfOptimizer:
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._params = params
 
-    def _owner(self) -> StateOwner:
+    def _owner(self) -> OffloadedOptimizer:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
+
+
+class ParameterState(_OfOptimizer):
+    """The optimizer's state of one parameter: `step`, and the moments under torch's names."""
+
+    def __init__(self, optimizer: OffloadedOptimizer, params: list[OffloadedParam]) -> None:
+        super().__init__(optimizer)
+        self._params = params
 
     def keys(self) -> list[str]:
         """Returns the names of the state of a parameter, as torch.optim names it."""
@@ -133,17 +122,9 @@ class ParameterState:
         return f"<state of {self._params[0].name!r} on tiers: {', '.join(self.keys())}>"
 
 
-class OptimizerState:
+class OptimizerState(_OfOptimizer):
     """`optimizer.state`: a mapping from every parameter with a step to its state. The type is not a
     dict, so that code that walks through dicts does not fetch the moments of a whole model."""
-
-    def __init__(self, optimizer: StateOwner) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def _owner(self) -> StateOwner:
-        optimizer = self._optimizer()
-        assert optimizer is not None, "the optimizer is gone"
-        return optimizer
 
     def __getitem__(self, parameter: Any) -> ParameterState:
         params = self._owner().params_of(parameter)

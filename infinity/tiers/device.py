@@ -188,10 +188,10 @@ class DeviceAdapter:
         where memory is shared, until `detach`."""
         raise NotImplementedError
 
-    def attach_decoded(self, region: Region, block: Block, decoding: Decoding) -> Copy:
+    def attach_decoded(self, region: Region, block: Block | None, decoding: Decoding) -> Copy:
         """Starts filling the region with the weights that are made of the block's bytes, beside
-        copies that are asked for later. For devices with memory of their own. The block stays lent
-        until `Copy.wait`."""
+        copies that are asked for later; None: of the bytes that were staged last in the memory of
+        `decoding`. For devices with memory of their own. The block stays lent until `Copy.wait`."""
         raise NotImplementedError
 
     def prepare_decoding(self, nbytes: int, count: int) -> None:
@@ -201,10 +201,6 @@ class DeviceAdapter:
     def stage(self, block: Block, memory: int) -> Copy:
         """Starts copying the stored bytes of a block to a memory for them, behind its last use. The
         block stays lent until `Copy.wait`."""
-        raise NotImplementedError
-
-    def attach_staged(self, region: Region, decoding: Decoding) -> Copy:
-        """As `attach_decoded`, of the bytes that were staged last in the memory."""
         raise NotImplementedError
 
     def current_stream(self) -> Hashable | None:

@@ -211,10 +211,11 @@ class StreamDevice(DeviceAdapter):
 
     @override
     @reporting_faults
-    def attach_decoded(self, region: Region, block: Block, decoding: Decoding) -> Copy:
-        memory = decoding.memory
-        with self._taking(region), self.using_staging(memory, self._in, self.decoder) as staging:
-            self._issue(self._in, self.host.tensor(block), staging.content[: block.nbytes])
+    def attach_decoded(self, region: Region, block: Block | None, decoding: Decoding) -> Copy:
+        streams = [self.decoder] if block is None else [self._in, self.decoder]
+        with self._taking(region), self.using_staging(decoding.memory, *streams) as staging:
+            if block is not None:
+                self._issue(self._in, self.host.tensor(block), staging.content[: block.nbytes])
             return self.decode(region, staging, decoding, self._in)
 
     @override
@@ -222,12 +223,6 @@ class StreamDevice(DeviceAdapter):
     def stage(self, block: Block, memory: int) -> Copy:
         with self.using_staging(memory, self._in) as staging:
             return self._issue(self._in, self.host.tensor(block), staging.content[: block.nbytes])
-
-    @override
-    @reporting_faults
-    def attach_staged(self, region: Region, decoding: Decoding) -> Copy:
-        with self._taking(region), self.using_staging(decoding.memory, self.decoder) as staging:
-            return self.decode(region, staging, decoding, self._in)
 
     def decode(
         self, region: Region, staging: ResizedRegion, decoding: Decoding, behind: Stream

@@ -201,12 +201,13 @@ def _decode_later(
         if number == 1:
             departure = device.stage(block, number % 2)
         else:
-            _, departure = exchange.gather_ahead(on_host, stretches, number % 2)
+            coming = Decoding(WHOLE_NBYTES, number % 2, decode)
+            _, departure = exchange.gather(None, on_host, stretches, coming)
         if region.is_attached:
             device.end_use(region)
             device.detach(region)
         decoding = Decoding(WHOLE_NBYTES, number % 2, decode)
-        device.attach_staged(region, decoding).order()
+        device.attach_decoded(region, None, decoding).order()
         found = region.content.bitwise_not()
         departure.wait()
         host.free(block)

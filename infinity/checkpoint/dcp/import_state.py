@@ -61,7 +61,7 @@ def import_dcp(
     """
     found = _Directory(Path(directory))
     engine = engine_of(model)
-    with engine.collective_section(_NAME):  # An error on any rank comes before any change.
+    with engine.ranks.collective_section(_NAME):  # An error on any rank comes before any change.
         with engine.at_rest(_NAME):
             pass
         weights = found.find_weights(model)

@@ -201,7 +201,7 @@ class SafetensorsReader(Closing):
         return info
 
 
-class SafetensorsWriter:
+class SafetensorsWriter(Closing):
     """Writes the tensors of one planned file in any order, each to its final place.
 
     The file is `.<name>.partial` until `commit()` renames it to `path`; by then it is complete and

@@ -20,10 +20,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from infinity.checkpoint.durable import PRIVATE_FILE, SequentialFile, write_file
 from infinity.checkpoint.huggingface.safetensors_file import (
@@ -425,38 +426,30 @@ def write_contents(
     return files
 
 
-class _HashedWriter:
-    """Writes a safetensors file and computes the SHA-256 of every tensor on the way."""
+class _HashedWriter(SafetensorsWriter):
+    """Writes a safetensors file and computes the SHA-256 of every tensor on the way. The parts of a
+    tensor come in order."""
 
     def __init__(self, path: Path, infos: list[TensorInfo], kinds: Mapping[str, str]) -> None:
-        self._path = path
+        super().__init__(path, infos, metadata={"format": "pt"}, mode=PRIVATE_FILE)
         self._kinds = kinds
-        self._writer = SafetensorsWriter(path, infos, metadata={"format": "pt"}, mode=PRIVATE_FILE)
         self._hashes: dict[str, HASH] = {info.name: hashlib.sha256() for info in infos}
 
-    def put(self, name: str, start: int, part: torch.Tensor) -> None:
-        """Writes the next elements of a tensor; the parts of a tensor must come in order."""
-        self._writer.write_part(name, start, part)
+    @override
+    def write_part(self, name: str, start: int, part: torch.Tensor) -> None:
+        super().write_part(name, start, part)
         self._hashes[name].update(tensor_bytes(part))
 
-    def finish(self) -> FileEntry:
+    def end(self) -> FileEntry:
         """Syncs the complete file and gives it its final name. Raises StorageError."""
-        self._writer.finish()
-        self._writer.commit()
-        header = self._writer.header
-        digest = hashlib.sha256(header).hexdigest()
-        extents = [StoredRange("header", "header", 0, len(header), digest)]
-        for name, info in self._writer.tensors.items():
-            sha256 = self._hashes[name].hexdigest()
-            kind = self._kinds[name]
+        self.finish()
+        self.commit()
+        digest = hashlib.sha256(self.header).hexdigest()
+        extents = [StoredRange("header", "header", 0, len(self.header), digest)]
+        for name, info in self.tensors.items():
+            sha256, kind = self._hashes[name].hexdigest(), self._kinds[name]
             extents.append(StoredRange(name, kind, info.offset_nbytes, info.nbytes, sha256))
-        return FileEntry(self._path.name, self._writer.file_nbytes, tuple(extents))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self._writer.close()
+        return FileEntry(self.path.name, self.file_nbytes, tuple(extents))
 
 
 def _write_unit(
@@ -471,8 +464,8 @@ def _write_unit(
         for tensor in tensors:
             if tensor.state_kind is StateKind.GRADIENTS:
                 gradient = state.gradient(unit, tensor.spec)
-                writer.put(tensor.name, 0, gradient.contiguous())
-        return writer.finish()
+                writer.write_part(tensor.name, 0, gradient.contiguous())
+        return writer.end()
 
 
 def _write_state_kind(
@@ -486,18 +479,18 @@ def _write_state_kind(
     scales = {tensor.spec: tensor for tensor in of_state_kind if tensor.is_scales}
     for tensor in of_state_kind:
         if not tensor.spec.numel:  # `parts` yields no part of it.
-            writer.put(tensor.name, 0, torch.empty(tensor.info.shape, dtype=tensor.dtype))
+            writer.write_part(tensor.name, 0, torch.empty(tensor.info.shape, dtype=tensor.dtype))
 
     def without_scales() -> Iterator[Part]:
         for part in state.parts(unit, state_kind):
             if part.spec not in tensors or not part.spec.numel:
                 continue
             if part.scales is not None:
-                writer.put(scales[part.spec].name, part.start // BLOCK_NUMEL, part.scales)
+                writer.write_part(scales[part.spec].name, part.start // BLOCK_NUMEL, part.scales)
             yield part
 
     for part in in_row_major(without_scales()):
-        writer.put(tensors[part.spec].name, part.start, part.values)
+        writer.write_part(tensors[part.spec].name, part.start, part.values)
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -513,8 +506,8 @@ def _write_buffers(path: Path, model: nn.Module) -> FileEntry:
     ]
     with _HashedWriter(path, infos, dict.fromkeys(buffers, "buffers")) as writer:
         for name, buffer in buffers.items():
-            writer.put(name, 0, buffer.detach().cpu().contiguous())
-        return writer.finish()
+            writer.write_part(name, 0, buffer.detach().cpu().contiguous())
+        return writer.end()
 
 
 def write_small(path: Path, kind: str, content: bytes) -> FileEntry:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -49,6 +49,9 @@ from infinity.sizes import MIB
 from infinity.state.units import StateKind, Unit
 from infinity.streaming.gradients.sums import in_memory_order
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
 _MIXTURE = "the model is a mixture of two states now: do not train on, load another checkpoint"
 _TABLES = ("optimizer", "random")  # A table, or None.
 _MOST_OPERATIONS = 4_000_000  # Of a pickle; each makes one value at most.
@@ -59,16 +62,6 @@ _NAMES = frozenset((
     "torch._utils _rebuild_tensor_v3", "torch._utils _rebuild_parameter", "__builtin__ set",
     "builtins set",
 ))  # fmt: skip
-
-
-class Stateful(Protocol):
-    """A learning-rate scheduler, or another object with the same two methods."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state, made of what JSON or a tensor can hold."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restores the state that `state_dict` returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +100,7 @@ def load(
     """
     # INV-15: what follows is bit-identical to the uninterrupted run.
     engine = engine_of(model)
-    with engine.collective_section("infinity.checkpoint.load: what is there") as asked:
+    with engine.ranks.collective_section("infinity.checkpoint.load: what is there") as asked:
         found = OpenCheckpoint(find_checkpoint(Path(path)))
         program = program_of(found, engine.rank)
         _check_program(program, optimizer, scheduler, found.path)
@@ -120,7 +113,7 @@ def load(
         raise ConfigError(f"{path}: expected one checkpoint for all ranks, they found {names}")
     engine.ranks.begin_change("infinity.checkpoint.load: state is about to change")
     with (
-        engine.collective_section("infinity.checkpoint.load"),
+        engine.ranks.collective_section("infinity.checkpoint.load"),
         engine.at_rest("infinity.checkpoint.load") as state,
     ):
         is_checked = engine.num_ranks > 1  # `check_part` has compared all files.

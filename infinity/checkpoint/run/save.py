@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -55,7 +55,7 @@ from infinity.checkpoint.run.links import (
     thaw,
     thaw_removed,
 )
-from infinity.checkpoint.run.load import Stateful, pack_program, random_state
+from infinity.checkpoint.run.load import pack_program, random_state
 from infinity.checkpoint.run.references import read_reference
 from infinity.distributed.sync import CollectiveSection
 from infinity.engine.engine import Engine
@@ -64,6 +64,9 @@ from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, InfinityError, RankError, UnsupportedError
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.state.spare_generations import count_spares, is_elsewhere
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 _log = logging.getLogger("infinity")
 
@@ -136,7 +139,7 @@ def async_save(
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is written")
     engine = engine_of(model)
     target, commits = Path(directory), engine.commit_directory
-    with engine.collective_section("infinity.checkpoint.save") as asked:
+    with engine.ranks.collective_section("infinity.checkpoint.save") as asked:
         program = _Program.of(optimizer, scheduler, step, extra)
         last = _await_last(engine)
         copying = _copying_directory(engine, target, program.step) if linked else None
@@ -274,7 +277,7 @@ def commit(
         raise ConfigError(
             'infinity.checkpoint.commit needs checkpoint.durability = "step" in the configuration'
         )
-    with engine.collective_section("infinity.checkpoint.commit") as asked:
+    with engine.ranks.collective_section("infinity.checkpoint.commit") as asked:
         program = _Program.of(optimizer, scheduler, step, extra)
         _check_ranks(engine)
         asked.local = repr(program.step).encode()
@@ -413,12 +416,12 @@ def _write_on_all(
     """Writes the files of all ranks. `naming` renames the directory, or removes it after errors."""
     ranks = rank_directories(engine.num_ranks)
     partial = partial_of(target)
-    with engine.collective_section(f"{target.name}: its directory"):
+    with engine.ranks.collective_section(f"{target.name}: its directory"):
         if engine.rank == 0:
             naming.enter_context(writing(target.parent, program.step))
             make_in(partial, ranks)
     own = partial / ranks[engine.rank] if ranks else partial
-    with engine.collective_section(f"{target.name}: links") as needed:
+    with engine.ranks.collective_section(f"{target.name}: links") as needed:
         if not own.is_dir():
             raise ConfigError(
                 f"{own} was made by rank 0 and is not there for rank {engine.rank}: expected a "
@@ -426,14 +429,14 @@ def _write_on_all(
             )
         contents, stored = _link(own, target, state, linked=linked)
         needed.local = str(contents.needed_nbytes + len(program.content)).encode()
-    with engine.collective_section(f"{target.name}: files") as written:
+    with engine.ranks.collective_section(f"{target.name}: files") as written:
         if engine.rank == 0:
             check_space(partial, sum(map(int, needed.of_all)))
         files = write_contents(own, state, model, program.content, contents, stored)
         if ranks:
             sync_directory(own)
         written.local = files_to_bytes(files)
-    with engine.collective_section(f"{target.name}: its name"):
+    with engine.ranks.collective_section(f"{target.name}: its name"):
         if engine.rank == 0:
             if ranks:
                 read_reference(partial)  # Refuses a base of which ranks read different bytes.
@@ -474,7 +477,7 @@ def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
     """Removes all but the newest checkpoints, and then releases their frozen content."""
     volume = engine.store.volume
     try:
-        with engine.collective_section("infinity.checkpoint: what is older goes") as removed:
+        with engine.ranks.collective_section("infinity.checkpoint: what is older goes") as removed:
             if engine.rank == 0:
                 names = [path.name for path in prune(directory, keep)]
                 removed.local = "\n".join(names).encode()
@@ -491,7 +494,7 @@ def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
 
 def _remove_commits(engine: Engine, commits: Path, own: Collection[str]) -> None:
     """Removes the commits of this run, which a new checkpoint supersedes."""
-    with engine.collective_section("infinity.checkpoint: commits of this run") as asked:
+    with engine.ranks.collective_section("infinity.checkpoint: commits of this run") as asked:
         asked.local = b"mine" if own else b""
     if any(asked.of_all):
         _remove_all(engine, commits)

@@ -213,52 +213,34 @@ class DeviceExchange:
 
     def gather(
         self,
-        region: Region,
+        region: Region | None,
         local: torch.Tensor,
         ranges: Sequence[PlacedRange],
+        decoding: Decoding | None = None,
         *,
         is_of_node: bool = False,
     ) -> tuple[StreamCopy, StreamCopy]:
         """Issues the all-gather of a unit's weights into `region`, which has its memory.
 
         local: this rank's part, uint8, on the host or on the device
+        decoding: of the unit's stored bytes, which come to its memory and are decoded into
+            `region`; without a region they stay there, and are decoded later
         is_of_node: the ranks of each node gather by themselves
         Returns two copies: the arrival of all parts, as of `attach`, and the end of reads of
         `local`.
         """
-        assert isinstance(region, ResizedRegion)
-        full = region.content
-        copies = self._gather(full, local, ranges, is_of_node, made=region)
-        self._device.note_use(region, self._link)
-        return copies
-
-    def gather_decoded(
-        self,
-        region: Region,
-        local: torch.Tensor,
-        ranges: Sequence[PlacedRange],
-        decoding: Decoding,
-        *,
-        is_of_node: bool = False,
-    ) -> tuple[StreamCopy, StreamCopy]:
-        """As `gather`, of a unit's stored bytes, which are decoded into `region`."""
-        streams = self._link, self._device.decoder
+        assert region is None or isinstance(region, ResizedRegion)
+        if decoding is None:
+            assert region is not None
+            copies = self._gather(region.content, local, ranges, is_of_node, made=region)
+            self._device.note_use(region, self._link)
+            return copies
+        streams = [self._link] if region is None else [self._link, self._device.decoder]
         with self._device.using_staging(decoding.memory, *streams) as staging:
-            _, departure = self._gather(staging.content, local, ranges, is_of_node, made=staging)
-            return self._device.decode(region, staging, decoding, self._link), departure
-
-    def gather_ahead(
-        self,
-        local: torch.Tensor,
-        ranges: Sequence[PlacedRange],
-        memory: int,
-        *,
-        is_of_node: bool = False,
-    ) -> tuple[StreamCopy, StreamCopy]:
-        """As `gather`, of a unit's stored bytes, into a memory of the device for bytes that are
-        decoded later."""
-        with self._device.using_staging(memory, self._link) as staging:
-            return self._gather(staging.content, local, ranges, is_of_node, made=staging)
+            copies = self._gather(staging.content, local, ranges, is_of_node, made=staging)
+            if region is None:
+                return copies
+            return self._device.decode(region, staging, decoding, self._link), copies[1]
 
     def gather_in_place(
         self,

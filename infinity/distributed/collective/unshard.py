@@ -140,15 +140,7 @@ class DeviceUnshard(WeightProvider):
             if reading is not None:
                 reading.wait()
             self._count(unit)
-            if region is None:
-                assert decoding is not None
-                memory = decoding.memory
-                return self._exchange.gather_ahead(local, ranges, memory, is_of_node=is_of_node)
-            if decoding is None:
-                return self._exchange.gather(region, local, ranges, is_of_node=is_of_node)
-            return self._exchange.gather_decoded(
-                region, local, ranges, decoding, is_of_node=is_of_node
-            )
+            return self._exchange.gather(region, local, ranges, decoding, is_of_node=is_of_node)
 
         try:
             # It waits for other ranks only in a training pass.

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from infinity.errors import CapacityError
 from infinity.sizes import MIB, align_up
 from infinity.state.budgets import Budgets
 from infinity.state.units import STATE_ITEM_NBYTES, Unit
+from infinity.streaming.gradients.blocks import SumBlocks
 from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import Range, RangeAllocator, rounded_nbytes
 
@@ -49,7 +52,7 @@ def plan_sums(
     return SumsPlan(rounded_nbytes(shared_nbytes) if shared_nbytes else 0, own_nbytes)
 
 
-class SumsMemory:
+class SumsMemory(SumBlocks):
     """Lends the memory of a plan, between `open` and `close`. Called under the engine lock."""
 
     def __init__(self, pool: HostPool, plan: SumsPlan, budgets: Budgets) -> None:
@@ -96,15 +99,10 @@ class SumsMemory:
             self._pool.free(self._shared)
             self._shared = None
 
-    def spare_nbytes(self) -> None:
-        """Sums do not stay: other sums need the place."""
-
+    @override
     def take(self, unit: Unit) -> Block:
-        """Returns memory for the unit's gradients in fp32.
-
-        A gradient that comes while another block uses the shared memory (a penalty on weights, say)
-        gets working memory.
-        """
+        """A gradient that comes while another block uses the shared memory (a penalty on weights,
+        say) gets working memory."""
         nbytes = unit.state_numel * STATE_ITEM_NBYTES
         block = self._own.pop(unit.index, None)
         if block is not None:
@@ -114,8 +112,8 @@ class SumsMemory:
             self._lent[block] = part
         return block or self._pool.require(nbytes, f"gradients of {unit.name}")
 
+    @override
     def give_back(self, block: Block) -> None:
-        """Returns a block to the reserve, or to the pool that it came from."""
         match self._lent.pop(block, None):
             case None:
                 self._pool.free(block)
@@ -123,11 +121,3 @@ class SumsMemory:
                 self._own[unit] = block
             case part:
                 self._ranges.free(part)
-
-    def is_read(self, unit: int) -> bool:
-        """Returns False: all is read under the lock."""
-        del unit
-        return False
-
-    def end_step(self) -> None:
-        """Does nothing: the plan stays."""

@@ -37,7 +37,8 @@ class SumBlocks(Protocol):
 
     def spare_nbytes(self) -> float | None:
         """Returns the memory that complete sums may have to stay in, unwritten; None: they are
-        written at once."""
+        written at once, because other sums need the place."""
+        return None
 
     def take(self, unit: Unit) -> Block:
         """Returns a host block for the fp32 sums of a unit. Raises CapacityError."""
@@ -52,6 +53,7 @@ class SumBlocks(Protocol):
 
     def end_step(self) -> None:
         """The next step is expected to take the blocks that this one has taken."""
+        return
 
 
 class SumsStay(Enum):

@@ -224,7 +224,7 @@ class WeightDecoding:
         """
         region, block = weights.region, weights.block
         if self._staged is weights:
-            copy = self._device.attach_staged(region, self.on_device(weights))
+            copy = self._device.attach_decoded(region, None, self.on_device(weights))
             self.free_staging()
             return copy
         assert block is not None

@@ -465,7 +465,7 @@ class RunTrainer(OffloadedTrainer):
         makes it not finite."""
         if self._rank.count == 1:
             return loss
-        total = sum(engine_of(self.model).all_gather_numbers("the loss", loss))
+        total = sum(engine_of(self.model).ranks.all_gather_numbers("the loss", loss))
         return float(torch.tensor(total / self._rank.count, dtype=torch.float32))
 
     def _nonfinite_loss(self, step: int) -> NonFiniteError:
@@ -480,7 +480,9 @@ class RunTrainer(OffloadedTrainer):
         unit = self._first_nonfinite_module() if is_spoilt else "the sum of the losses"
         if self._rank.count > 1:
             # A rank that closes takes the shards with it that the others still search with.
-            ranks = engine_of(self.model).all_gather_numbers("the search for the module", is_spoilt)
+            ranks = engine_of(self.model).ranks.all_gather_numbers(
+                "the search for the module", is_spoilt
+            )
             if not is_spoilt and any(ranks):
                 unit = f"a module on rank {ranks.index(1.0)}"
         return NonFiniteError(f"the loss ({value})", step=step, unit=unit)
