@@ -136,10 +136,6 @@ class RestingWeights(UpdatedWeights):
         self._kept.end_update(unit, write)
 
     @override
-    def await_update(self, unit: int, is_awaited: bool) -> None:
-        """Does nothing: `PendingShards` says which shards await an update."""
-
-    @override
     def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
         shard = self._local.units[unit]
         resting = self._local.host_view(shard, StateKind.PARAMETERS)

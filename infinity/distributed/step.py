@@ -7,11 +7,9 @@ DistributedMasters   masters of which this rank has a part
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from typing_extensions import override
@@ -38,6 +36,8 @@ from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.host import HostPool
 from infinity.tiers.spare import Giver
 
+T = TypeVar("T")
+
 
 class ShardWeights(UpdatedWeights):
     """Weights of shards, for the updater: those of the weight cache, or a part of the full
@@ -48,9 +48,6 @@ class ShardWeights(UpdatedWeights):
         self._store = store
         self._partition = store.partition
         self._num_full = len(store.partition.full_units)
-
-    def await_update(self, unit: int, is_awaited: bool) -> None:
-        """Does nothing: no shard is attached during the step."""
 
     @override
     def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
@@ -140,12 +137,6 @@ class DistributedUpdater(StepRunner):
             self._full_units.prefetch_anew()
 
     @override
-    def start_worker(
-        self, lock: threading.RLock, begin_thread: Callable[[], None], resources: ExitStack
-    ) -> None:
-        """Does nothing: `ShardUpdates` has a thread of its own."""
-
-    @override
     def defer(self, record: StepRecord) -> None:
         """Makes this rank's shards pending, and starts their updates. The other ranks read the
         shards from the end of `defer` on, and get the new ones."""
@@ -173,10 +164,6 @@ class DistributedUpdater(StepRunner):
             if update is not None:
                 updates[index] = update
         return updates
-
-    @override
-    def is_pending(self, unit: int) -> bool:
-        return False
 
     @override
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
@@ -248,17 +235,10 @@ class DistributedUpdater(StepRunner):
         return [unit for unit in full_units if any(s in record.settings for s in unit.trainable())]
 
     def _local_of(self, record: StepRecord) -> StepRecord:
-        settings: Mapping[TensorSpec, Any] = {
-            self._parts[spec]: setting
-            for spec, setting in record.settings.items()
-            if spec in self._parts
-        }
-        factors = {
-            self._parts[spec]: factor
-            for spec, factor in record.factors.items()
-            if spec in self._parts
-        }
-        return StepRecord(settings, factors)
+        def own(table: Mapping[TensorSpec, T]) -> dict[TensorSpec, T]:
+            return {self._parts[spec]: v for spec, v in table.items() if spec in self._parts}
+
+        return StepRecord(own(record.settings), own(record.factors))
 
 
 class DistributedMasters(MasterWeights):

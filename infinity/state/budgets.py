@@ -74,9 +74,8 @@ class Budgets:
     @property
     def device_window_nbytes(self) -> int | None:
         """Device memory for weights that rest elsewhere; None: unlimited."""
-        window_nbytes = _device_window_nbytes(
-            self.shares_host_memory, self.device_nbytes, self.placement
-        )
+        sizes = MachineSizes(self.shares_host_memory, self.device_nbytes, 0)
+        window_nbytes = sizes.device_window_nbytes(self.placement)
         stored_nbytes = self.decoded_from_nbytes + self.staged_nbytes
         return None if window_nbytes is None else window_nbytes - stored_nbytes
 
@@ -100,6 +99,12 @@ class MachineSizes:
     shares_host_memory: bool
     device_nbytes: int | None
     available_host_nbytes: int
+
+    def device_window_nbytes(self, placement: StatePlacement) -> int | None:
+        """Device memory for weights that rest elsewhere; None: unlimited."""
+        if self.shares_host_memory or self.device_nbytes is None:
+            return None
+        return self.device_nbytes - placement.placed_nbytes["device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +274,7 @@ def compute_budgets(
 def _staged_ahead_nbytes(request: _Request, placement: StatePlacement) -> int:
     """Returns the device memory for the stored bytes of the next unit: none where they do not fit,
     nor where its decoded weights fit beside those in use and would not with them."""
-    window_nbytes = _device_window_nbytes(
-        request.machine.shares_host_memory, request.machine.device_nbytes, placement
-    )
+    window_nbytes = request.machine.device_window_nbytes(placement)
     stored_nbytes = request.decoded_from_nbytes
     if window_nbytes is None or not request.config.schedule.prefetch:
         return 0
@@ -426,18 +429,8 @@ def _place(request: _Request, host_nbytes: int, smallest: int, comfortable: int)
     raise error
 
 
-def _device_window_nbytes(
-    shares_host_memory: bool, device_nbytes: int | None, placement: StatePlacement
-) -> int | None:
-    if shares_host_memory or device_nbytes is None:
-        return None
-    return device_nbytes - placement.placed_nbytes["device"]
-
-
 def _refuse_small_device(request: _Request, placement: StatePlacement) -> None:
-    window_nbytes = _device_window_nbytes(
-        request.machine.shares_host_memory, request.machine.device_nbytes, placement
-    )
+    window_nbytes = request.machine.device_window_nbytes(placement)
     stored = request.decoded_from_nbytes
     needed_nbytes = request.in_use.held_nbytes + stored
     if window_nbytes is not None and needed_nbytes > window_nbytes:

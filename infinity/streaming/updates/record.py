@@ -51,7 +51,9 @@ class UpdatedWeights(Protocol):
     """Weights, as an update sees them: a `WeightCache`, or the shards of one."""
 
     def await_update(self, unit: int, is_awaited: bool) -> None:
-        """Marks a unit's weights as out of date until the step has updated them; or ends it."""
+        """Marks a unit's weights as out of date until the step has updated them; or ends it. Over
+        ranks no shard is attached then, and `PendingShards` knows those that await an update."""
+        del unit, is_awaited
 
     def check_out(self, unit: int, *, read: bool, stays_on_device: bool = False) -> torch.Tensor:
         """Returns the unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
@@ -86,7 +88,8 @@ class StepRunner(Protocol):
     ) -> None:
         """From now on a thread adds gradients to sums on the host, and makes its updates, early and
         pending ones, if these follow the step, until `resources` are closed. `lock` is the
-        engine's; the thread calls `begin_thread` first."""
+        engine's; the thread calls `begin_thread` first. Over ranks `ShardUpdates` has a thread."""
+        del lock, begin_thread, resources
 
     def apply(self, record: StepRecord) -> None:
         """Updates every unit of the record.
@@ -99,7 +102,9 @@ class StepRunner(Protocol):
         in the backward. Nothing is pending before. Waits for no state."""
 
     def is_pending(self, unit: int) -> bool:
-        """Whether the unit waits for its update."""
+        """Whether the unit waits for its update. Over ranks no unit of the model does."""
+        del unit
+        return False
 
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
         """Applies the unit's pending update, if it has one. Nobody may hold the unit. An early

@@ -236,8 +236,8 @@ class StagingRing:
             return known
         staged = self.take_started(chunk)
         if staged is None:
-            if self.travelling and not self._slots:
-                self._drop_last()  # Read ahead for later; what is due goes first.
+            if self.travelling and not self._slots and self._started:
+                self._drop(self._started.popitem()[1])  # Read ahead for later.
             staged = self._start(chunk)
         try:
             self.bring_gradients(staged)
@@ -308,11 +308,6 @@ class StagingRing:
             if is_dropped is None or is_dropped(staged.chunk):
                 del self._started[key]
                 self._drop(staged)
-
-    def _drop_last(self) -> None:
-        if self._started:
-            _, staged = self._started.popitem()
-            self._drop(staged)
 
     def _drop(self, staged: StagedChunk) -> None:
         if staged.slot is not None:

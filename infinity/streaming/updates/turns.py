@@ -230,8 +230,9 @@ class UpdateTurns(EarlyUpdates):
                     self._to_make, islice(self._in_turn(), _MOST_LOOKED_AT), self._can_update
                 )
             else:
-                while self._to_make and self._advance_at_once(next(self._in_turn())):
-                    pass
+                while self._to_make and (work := self._advance(next(self._in_turn()))) is not None:
+                    work.run()
+                    work.end()
             self._read_ahead()
         finally:
             self._is_advancing = False
@@ -309,14 +310,6 @@ class UpdateTurns(EarlyUpdates):
         return self._gradients.is_complete(update.unit) and (
             update.weights is not None or self._cache.can_check_out(update.unit.index)
         )
-
-    def _advance_at_once(self, index: int) -> bool:
-        """As `_advance`, on this thread. Returns whether anything was done."""
-        begun = self._advance(index)
-        if begun is not None:
-            begun.run()
-            begun.end()
-        return begun is not None
 
     def _advance(self, index: int) -> LooseWork | None:
         """Returns the update of the next chunk of an early unit; None if it cannot be updated
