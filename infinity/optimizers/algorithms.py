@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from infinity.errors import ConfigError
 from infinity.modules.autograd.param import OffloadedParam
 from infinity.ops.rules import AdamSettings, AdamWSettings, LionSettings, Settings, SGDSettings
-from infinity.optimizers.offloaded import OffloadedOptimizer, refuse_options
+from infinity.optimizers.offloaded import OffloadedOptimizer, Options, refuse_options
 from infinity.state.tiles import name_of_tiled
 from infinity.state.units import TensorSpec
 
@@ -21,9 +21,7 @@ class AdamW(OffloadedOptimizer):
     """`torch.optim.AdamW` for an offloaded model, with the bits of the fused implementation.
 
     `params` is the model, its parameters, or groups of them, as in any torch optimizer.
-    Learning-rate schedulers work on `param_groups`. `fused` and `foreach` are accepted and change
-    nothing; `capturable`, `differentiable`, `maximize` and `amsgrad` are refused. `options`: see
-    `OffloadedOptimizer`.
+    Learning-rate schedulers work on `param_groups`. `amsgrad` is refused. `options`: see `Options`.
 
     Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
     """
@@ -41,24 +39,11 @@ class AdamW(OffloadedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        max_grad_norm: float | None = None,
-        always_norm: bool = False,
-        error_if_nonfinite: bool = False,
-        skip_if_nonfinite: bool = False,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **options: Unpack[Options],
     ) -> None:
-        options = {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
-        refuse_options(self, options | {"differentiable": differentiable})
+        refuse_options(self, {"amsgrad": amsgrad})
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,
-            error_if_nonfinite=error_if_nonfinite, skip_if_nonfinite=skip_if_nonfinite,
-        )  # fmt: skip
+        super().__init__(params, defaults, **options)
 
     @override
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
@@ -98,7 +83,7 @@ class Adam(AdamW):
         amsgrad: bool = False,
         *,
         decoupled_weight_decay: bool = False,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         if decoupled_weight_decay:
             raise ConfigError("expected decoupled_weight_decay=False; that rule is infinity.AdamW")
@@ -110,7 +95,7 @@ class SGD(OffloadedOptimizer):
 
     Set `optimizer.name = "sgd"` in the configuration of `infinity.offload`, and
     `optimizer.momentum` if there is a momentum. Without momentum there is no optimizer state.
-    `options`: see `OffloadedOptimizer`.
+    `options`: see `Options`.
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning",
     2013, in the form that torch.optim.SGD documents.
@@ -129,27 +114,15 @@ class SGD(OffloadedOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        max_grad_norm: float | None = None,
-        always_norm: bool = False,
-        error_if_nonfinite: bool = False,
-        skip_if_nonfinite: bool = False,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **options: Unpack[Options],
     ) -> None:
-        refuse_options(self, {"maximize": maximize, "differentiable": differentiable})
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov,
         }  # fmt: skip
         # Parameters whose momentum has begun, which happens with the gradient of their first step.
         self._begun: set[TensorSpec] = set()
-        super().__init__(
-            params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,
-            error_if_nonfinite=error_if_nonfinite, skip_if_nonfinite=skip_if_nonfinite,
-        )  # fmt: skip
+        super().__init__(params, defaults, **options)
 
     @classmethod
     @override
@@ -201,7 +174,7 @@ class Lion(OffloadedOptimizer):
     """Lion for an offloaded model: steps of equal size along the sign of an interpolated momentum.
 
     torch has no Lion; `infinity.ops.rules` defines the arithmetic. Set `optimizer.name = "lion"` in
-    the configuration of `infinity.offload`. `options`: see `OffloadedOptimizer`.
+    the configuration of `infinity.offload`. `options`: see `Options`.
 
     Source: Chen et al., "Symbolic discovery of optimization algorithms", 2023.
     """
@@ -215,17 +188,10 @@ class Lion(OffloadedOptimizer):
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        max_grad_norm: float | None = None,
-        always_norm: bool = False,
-        error_if_nonfinite: bool = False,
-        skip_if_nonfinite: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(
-            params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,
-            error_if_nonfinite=error_if_nonfinite, skip_if_nonfinite=skip_if_nonfinite,
-        )  # fmt: skip
+        super().__init__(params, defaults, **options)
 
     @override
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of, owner_of
@@ -26,10 +26,9 @@ from infinity.state.tiles import name_of_tiled
 from infinity.state.units import TensorSpec, moments_of
 
 
-class OffloadedOptimizer(torch.optim.Optimizer):
-    """Base class of the optimizers; subclasses add the update rule.
-
-    Options of every optimizer:
+class Options(TypedDict, total=False):
+    """Options of every optimizer. `capturable`, `differentiable` and `maximize` are refused;
+    `foreach` and `fused` are accepted and change nothing.
 
     max_grad_norm: clips the global 2-norm with the bits of `torch.nn.utils.clip_grad_norm_` before
         each step, unless a call of `clip_grad_norm_` has clipped gradients of the step. `grad_norm`
@@ -39,6 +38,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     skip_if_nonfinite: skips a step whose norm is not finite, as a GradScaler does.
         `step_was_skipped` is true until the next step
     """
+
+    max_grad_norm: float | None
+    always_norm: bool
+    error_if_nonfinite: bool
+    skip_if_nonfinite: bool
+    maximize: bool
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Base class of the optimizers; subclasses add the update rule."""
 
     name: ClassVar[str]  # The value of `[optimizer] name`.
     moments: ClassVar[frozenset[str]]  # All moments that the rule can keep of a parameter.
@@ -51,12 +64,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self,
         params: nn.Module | Iterable[Any],
         defaults: dict[str, Any],
-        *,
-        max_grad_norm: float | None,
-        always_norm: bool,
-        error_if_nonfinite: bool,
-        skip_if_nonfinite: bool,
+        **options: Unpack[Options],
     ) -> None:
+        for unknown in options.keys() - Options.__annotations__.keys():
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {unknown!r}")
+        refuse_options(self, options)
+        max_grad_norm = options.get("max_grad_norm")
+        error_if_nonfinite = options.get("error_if_nonfinite", False)
+        skip_if_nonfinite = options.get("skip_if_nonfinite", False)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"expected max_grad_norm > 0 or None, got {max_grad_norm}")
         if error_if_nonfinite and skip_if_nonfinite:
@@ -68,7 +83,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._groups: dict[int, dict[str, Any]] = {}  # By id of the handle.
         self._engine: Engine | None = None
         self.max_grad_norm = max_grad_norm
-        self.always_norm = always_norm
+        self.always_norm = options.get("always_norm", False)
         self.error_if_nonfinite = error_if_nonfinite
         self.skip_if_nonfinite = skip_if_nonfinite
         self.step_was_skipped = False
