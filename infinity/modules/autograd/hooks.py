@@ -309,18 +309,10 @@ class ModuleHooks:
     def held(self) -> Iterator[list[int]]:
         """Keeps the units in use for the time of a `with` block, and suspends the hooks."""
         self._begin(self.hooked)
-        with self.suspended():
-            has_entered = False
-            try:
-                with UNINTERRUPTED:  # A delayed interrupt comes at its end.
-                    self._backwards.ensure_armed()
-                    self._uses.enter(self.hooked.units)
-                    has_entered = True
-                yield self.hooked.units
-            finally:
-                if has_entered:
-                    with UNINTERRUPTED:
-                        self._uses.leave(self.hooked.units)
+        with UNINTERRUPTED:
+            self._backwards.ensure_armed()
+        with self.suspended(), self._uses.using(self.hooked.units, is_of_pass=True):
+            yield self.hooked.units
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -156,15 +156,16 @@ class UnitUses:
             raise refusal
 
     @contextmanager
-    def using(self, units: list[int]) -> Iterator[None]:
-        """Uses units outside hooked modules: for reads from outside and operations on handles."""
-        is_in_backward = current_backward() != OUTSIDE_BACKWARD
-        passes = self.passes
-        is_in_pass = passes.is_in_forward or passes.is_layer_major or is_in_backward
+    def using(self, units: list[int], *, is_of_pass: bool | None = None) -> Iterator[None]:
+        """Uses units outside the hooks: for reads from outside and operations on handles, and for
+        a module whose caller keeps its units. `is_of_pass`: None if a pass is running."""
+        if is_of_pass is None:
+            is_in_backward = current_backward() != OUTSIDE_BACKWARD
+            is_of_pass = self.passes.is_in_forward or self.passes.is_layer_major or is_in_backward
         has_entered = False
         try:
             with UNINTERRUPTED:  # A delayed interrupt comes at its end.
-                self.enter(units, is_of_pass=is_in_pass)
+                self.enter(units, is_of_pass=is_of_pass)
                 has_entered = True
             yield
         finally:
