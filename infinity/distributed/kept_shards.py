@@ -73,7 +73,7 @@ class KeptShards:
 
     # -- Memory: training thread -------------------------------------------------------------------
 
-    def reserve(self, pool: HostPool, shard: Unit, *, is_early: bool = False) -> None:
+    def reserve(self, shard: Unit, *, is_early: bool = False) -> None:
         """An update of the shard is to come. Takes memory for its weights if some is free, unless
         there is some. `is_early`: no step has decided the update, until `publish` or `drop`; else
         it is pending, decided from its beginning or since."""
@@ -84,13 +84,13 @@ class KeptShards:
                 self._to_the_end(shard.index)
             if shard.index in self._copies:
                 return
-        block = pool.try_spare(shard.trainable_nbytes, _LABEL)
+        block = self._host.try_spare(shard.trainable_nbytes, _LABEL)
         if block is not None:
             memory = self._host.tensor(block)[: shard.trainable_nbytes]
             with self._lock:
                 self._copies[shard.index] = _KeptCopy(block, memory)
 
-    def give_back(self, pool: HostPool, *, waits: bool = False) -> bool:
+    def give_back(self, *, waits: bool = False) -> bool:
         """Frees one block; with `waits` also one that a reader has, which a rank that ends may
         never give up, or a write. Returns whether there was any."""
         with self._lock:
@@ -102,7 +102,7 @@ class KeptShards:
             return False
         with contextlib.suppress(StorageError):  # The thread of updates waits for it, too.
             copy.write.wait()
-        pool.free(copy.block)
+        self._host.free(copy.block)
         return True
 
     def _is_lent(self, shard: int) -> bool:

@@ -115,7 +115,7 @@ class ShardUpdates(EarlyUpdates):
         self._updates.update(updates)
         for update in updates.values():
             if self._weights.travels(update.unit):
-                self._kept.reserve(self._pool, update.unit)
+                self._kept.reserve(update.unit)
         done, self._going_on = self._pending.add(updates)
         for shard in done:
             self._publish(updates[shard].unit)
@@ -148,7 +148,7 @@ class ShardUpdates(EarlyUpdates):
         self._updates[shard.index] = update
         self._going_on.discard(shard.index)
         if self._weights.travels(shard):
-            self._kept.reserve(self._pool, shard, is_early=True)
+            self._kept.reserve(shard, is_early=True)
         self._pending.add_early(shard.index)
         self._ensure_thread()
         return True

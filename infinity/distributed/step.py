@@ -111,8 +111,8 @@ class DistributedUpdater(StepRunner):
         self._gathering = None if store.partition.shards_parameters else gathering
         self._parts = {share.full: share.part for s in store.partition.local for share in s.shares}
         kept = store.kept
-        pool.add_giver(Giver.KEPT_SHARDS, lambda _: kept.give_back(pool))
-        pool.add_giver(Giver.KEPT_SHARDS_IN_USE, lambda _: kept.give_back(pool, waits=True))
+        pool.add_giver(Giver.KEPT_SHARDS, lambda _: kept.give_back())
+        pool.add_giver(Giver.KEPT_SHARDS_IN_USE, lambda _: kept.give_back(waits=True))
         self.deferred: ShardUpdates | None = None
         if can_defer(store, settings):
             deferred = self.deferred = ShardUpdates(store, pool, gradients, counters, settings)

@@ -35,13 +35,13 @@ class KeptShardsMachine(RuleBasedStateMachine):
         self.arena = Arena(6 * MIB)  # Less than all shards need.
         self.pool = HostPool(self.arena, Counters())
         self.kept = KeptShards(self.pool)
-        self.pool.add_giver(Giver.KEPT_SHARDS, lambda _: self.kept.give_back(self.pool))
+        self.pool.add_giver(Giver.KEPT_SHARDS, lambda _: self.kept.give_back())
         self.at_rest = list(range(NUM_SHARDS))
         self.undecided: dict[int, int] = {}
         self.next_byte = 100
 
     def teardown(self) -> None:
-        while self.kept.give_back(self.pool):
+        while self.kept.give_back():
             pass
         assert self.pool.in_use_nbytes == 0
         self.pool.close()
@@ -63,7 +63,7 @@ class KeptShardsMachine(RuleBasedStateMachine):
     def update(self, shard: int) -> None:
         if shard in self.undecided:
             return
-        self.kept.reserve(self.pool, SHARDS[shard])  # type: ignore[arg-type]
+        self.kept.reserve(SHARDS[shard])  # type: ignore[arg-type]
         self.at_rest[shard] = self.change(shard)
         self.kept.publish(shard)
 
@@ -71,14 +71,14 @@ class KeptShardsMachine(RuleBasedStateMachine):
     def update_before_the_step(self, shard: int) -> None:
         if shard in self.undecided:
             return
-        self.kept.reserve(self.pool, SHARDS[shard], is_early=True)  # type: ignore[arg-type]
+        self.kept.reserve(SHARDS[shard], is_early=True)  # type: ignore[arg-type]
         self.undecided[shard] = self.change(shard)
 
     @rule(shard=shards, is_early=st.booleans())
     def update_that_fails(self, shard: int, is_early: bool) -> None:
         if shard in self.undecided:
             return
-        self.kept.reserve(self.pool, SHARDS[shard], is_early=is_early)  # type: ignore[arg-type]
+        self.kept.reserve(SHARDS[shard], is_early=is_early)  # type: ignore[arg-type]
         copy = self.kept.begin_update(shard)
         if copy is not None:
             self.pool.tensor(copy[0]).fill_(254)
@@ -105,7 +105,7 @@ class KeptShardsMachine(RuleBasedStateMachine):
 
     @rule()
     def give_back(self) -> None:
-        self.kept.give_back(self.pool)
+        self.kept.give_back()
 
     @rule(nbytes=st.sampled_from([MIB, 3 * MIB, 6 * MIB]))
     def need(self, nbytes: int) -> None:
@@ -129,7 +129,7 @@ class KeptShardsMachine(RuleBasedStateMachine):
     @rule(shard=shards)
     def read_while_others_need_memory(self, shard: int) -> None:
         with self.kept.lent(shard) as memory:
-            while self.kept.give_back(self.pool):
+            while self.kept.give_back():
                 pass
             assert memory is None or torch.all(memory == self.at_rest[shard])
 

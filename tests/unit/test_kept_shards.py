@@ -66,7 +66,7 @@ def _kept(*shards: int) -> tuple[KeptShards, Any]:
     pool: Any = _Pool()
     kept = KeptShards(pool)
     for shard in shards:
-        kept.reserve(pool, _shard(shard))
+        kept.reserve(_shard(shard))
         assert not _update(kept, pool, shard, shard)
     return kept, pool
 
@@ -81,10 +81,10 @@ def test_a_copy_that_is_lent_is_given_back_after_all_others_and_when_its_reader_
     kept, pool = _kept(1, 2, 3)
     with kept.lent(3) as memory:
         assert memory is not None and memory.tolist() == [3] * 64
-        assert kept.give_back(pool) and kept.give_back(pool) and pool.freed == [1, 0]
-        assert not kept.give_back(pool), "without a wait"
+        assert kept.give_back() and kept.give_back() and pool.freed == [1, 0]
+        assert not kept.give_back(), "without a wait"
         given = list[bool]()
-        thread = threading.Thread(target=lambda: given.append(kept.give_back(pool, waits=True)))
+        thread = threading.Thread(target=lambda: given.append(kept.give_back(waits=True)))
         thread.start()
         thread.join(0.1)
         assert thread.is_alive() and memory.tolist() == [3] * 64
@@ -97,9 +97,9 @@ def test_a_copy_is_given_back_when_its_write_is_over() -> None:
     kept, pool = _kept(1)
     write = _Write()
     assert _update(kept, pool, 1, 9, write)
-    assert not kept.give_back(pool) and _content(kept, 1) == 9
+    assert not kept.give_back() and _content(kept, 1) == 9
     given = list[bool]()
-    thread = threading.Thread(target=lambda: given.append(kept.give_back(pool, waits=True)))
+    thread = threading.Thread(target=lambda: given.append(kept.give_back(waits=True)))
     thread.start()
     thread.join(0.1)
     assert thread.is_alive() and not pool.freed
@@ -115,7 +115,7 @@ def test_an_update_waits_for_the_write_of_the_one_before() -> None:
     thread = threading.Thread(target=lambda: _update(kept, pool, 1, 10))
     thread.start()
     thread.join(0.1)
-    assert thread.is_alive() and _content(kept, 1) is None and not kept.give_back(pool)
+    assert thread.is_alive() and _content(kept, 1) is None and not kept.give_back()
     write.is_over.set()
     thread.join(10.0)
     assert _content(kept, 1) == 10
@@ -161,7 +161,7 @@ def test_an_update_finds_no_memory_in_a_copy_that_a_reader_keeps() -> None:
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_weights_of_an_early_update_are_read_when_the_step_keeps_it(is_kept: bool) -> None:
     kept, pool = _kept(1, 2)
-    kept.reserve(pool, _shard(1), is_early=True)
+    kept.reserve(_shard(1), is_early=True)
     assert _content(kept, 1) == 1, "its update has not begun"
     copy = kept.begin_update(1)
     assert copy is not None and copy[1] and _content(kept, 1) is None
@@ -175,19 +175,19 @@ def test_weights_of_an_early_update_are_read_when_the_step_keeps_it(is_kept: boo
 
 def test_weights_of_an_early_update_that_has_not_begun_are_read_whatever_the_step_does() -> None:
     kept, pool = _kept(1)
-    kept.reserve(pool, _shard(1), is_early=True)
+    kept.reserve(_shard(1), is_early=True)
     kept.drop(1)
     assert _content(kept, 1) == 1
-    kept.reserve(pool, _shard(1), is_early=True)
-    kept.reserve(pool, _shard(1))  # The step makes it pending.
+    kept.reserve(_shard(1), is_early=True)
+    kept.reserve(_shard(1))  # The step makes it pending.
     assert _update(kept, pool, 1, 9)
     kept.publish(1)
     assert _content(kept, 1) == 9
 
 
 def test_a_copy_beside_which_an_early_update_was_made_is_stale_when_the_step_keeps_it() -> None:
-    kept, pool = _kept(1)
-    kept.reserve(pool, _shard(1), is_early=True)
+    kept, _ = _kept(1)
+    kept.reserve(_shard(1), is_early=True)
     with kept.lent(1):
         assert kept.begin_update(1) is None  # The update goes elsewhere.
     assert _content(kept, 1) == 1
