@@ -155,10 +155,13 @@ class CorruptionError(StorageError):
     """The bytes do not match their header or checksum."""
 
 
-def corrupt(path: str, detail: str, offset_nbytes: int = 0, nbytes: int = 0) -> CorruptionError:
-    """Returns the error for a file whose content does not match its header or checksum."""
+def corrupt(
+    path: str, detail: str, offset_nbytes: int = 0, nbytes: int = 0, *, code: int = EILSEQ
+) -> CorruptionError:
+    """Returns the error for a file whose content does not match its header or checksum. `code`:
+    EBADMSG for bytes that have changed, ESTALE for a file that has."""
     return CorruptionError(
-        EILSEQ,
+        code,
         operation="read",
         path=path,
         offset_nbytes=offset_nbytes,

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from infinity import _core
 from infinity._core import PageDigests
-from infinity.errors import CorruptionError
+from infinity.errors import CorruptionError, corrupt
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.generations import GenerationMap, GenerationRun
@@ -220,17 +220,14 @@ class ExpectedRange:
         if page < 0:
             return None
         what = f"{self.label}: " if self.label else ""
-        return CorruptionError(
-            EBADMSG,
-            operation="read",
-            path=self.path,
-            offset_nbytes=self.offset_nbytes + page * PAGE_NBYTES,
-            nbytes=PAGE_NBYTES,
-            detail=f"{what}the page is not what was written last "
+        detail = (
+            f"{what}the page is not what was written last "
             "(CRC32C). The drive, its cable, its file system or another program changed it, or a "
             "cancelled write left it torn. Nothing was computed from it; resume from the newest "
-            "checkpoint, and check the drive",
+            "checkpoint, and check the drive"
         )
+        first = self.offset_nbytes + page * PAGE_NBYTES
+        return corrupt(self.path, detail, first, PAGE_NBYTES, code=EBADMSG)
 
 
 class CheckedRead(WrappedTicket):

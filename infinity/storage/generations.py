@@ -134,7 +134,7 @@ def choose_targets(
         for generation in (current, *frozen)
         for run in generation.of(offset_nbytes, nbytes)
     }
-    runs: list[GenerationRun] = []
+    targets = GenerationMap()
     for start, stop in pairwise(sorted(cuts | {end})):
         # INV-16: bytes that a frozen map points to are not written.
         needed = {frozen_map.at(start) for frozen_map in frozen}
@@ -143,12 +143,8 @@ def choose_targets(
             generation = next((g for g in range(num_generations) if g not in needed), None)
         if generation is None:
             return None
-        if runs and runs[-1].generation == generation:
-            run = runs.pop()
-            runs.append(GenerationRun(generation, run.offset_nbytes, stop - run.offset_nbytes))
-        else:
-            runs.append(GenerationRun(generation, start, stop - start))
-    return runs
+        targets.put(GenerationRun(generation, start, stop - start))
+    return targets.of(offset_nbytes, nbytes)
 
 
 # -- Contents of a volume --------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import mmap
 import os
 from pathlib import Path
 
-from infinity.errors import CorruptionError, reporting
+from infinity.errors import corrupt, reporting
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import ExpectedRange
 from infinity.storage.closing import Closing
@@ -62,11 +62,9 @@ class PageReader(Closing):
         view = memoryview(self._memory)[:nbytes]
         done = read_into(self._open(path), view, offset_nbytes, path=str(path))
         if done < nbytes:
-            raise CorruptionError(
-                errno.EBADMSG, operation="read", path=str(path),
-                offset_nbytes=offset_nbytes + done, nbytes=nbytes - done,
-                detail=f"the file ends at byte {offset_nbytes + done}, inside the state",
-            )  # fmt: skip
+            end = offset_nbytes + done
+            detail = f"the file ends at byte {end}, inside the state"
+            raise corrupt(str(path), detail, end, nbytes - done, code=errno.EBADMSG)
         expected = ExpectedRange(str(path), offset_nbytes, self._address, nbytes, checksums)
         found = expected.check()
         if found is not None:

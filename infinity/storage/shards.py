@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from infinity.config.machine import usable_cores
-from infinity.errors import CorruptionError, StorageError
+from infinity.errors import CorruptionError, StorageError, corrupt
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, digest
 from infinity.storage.daemon_threads import DaemonThreads
@@ -98,13 +98,11 @@ def refuse_changed(identity: ShardIdentity) -> None:
     """Raises CorruptionError for a file that has changed since the checkpoint was opened."""
     changed = difference(identity)
     if changed is not None:
-        raise CorruptionError(
-            errno.ESTALE,
-            operation="read",
-            path=identity.path,
-            detail=f"{changed} since the checkpoint was opened. Frozen weights rest in this file: "
-            "put the original back, or start again from the changed one",
+        detail = (
+            f"{changed} since the checkpoint was opened. Frozen weights rest in this file: "
+            "put the original back, or start again from the changed one"
         )
+        raise corrupt(identity.path, detail, code=errno.ESTALE)
 
 
 class _ReadChecks:
@@ -173,17 +171,13 @@ class _ReadChecks:
 
 
 def _other_bytes(path: str, offset_nbytes: int, nbytes: int, label: str) -> CorruptionError:
-    return CorruptionError(
-        errno.EBADMSG,
-        operation="read",
-        path=path,
-        offset_nbytes=offset_nbytes,
-        nbytes=nbytes,
-        detail=f"{label}: the bytes are not those that were read first, in this run "
-        "or the one that it continues (CRC32C). The drive, its cable, its file system "
-        "or another program changed them. Nothing was computed from them; check the "
-        "file, and resume from the newest checkpoint",
+    detail = (
+        f"{label}: the bytes are not those that were read first, in this run or the one that it "
+        "continues (CRC32C). The drive, its cable, its file system or another program changed "
+        "them. Nothing was computed from them; check the file, and resume from the newest "
+        "checkpoint"
     )
+    return corrupt(path, detail, offset_nbytes, nbytes, code=errno.EBADMSG)
 
 
 class ShardFiles:

@@ -180,12 +180,8 @@ class WeightTensors:
             self.close()
             self._reader = SafetensorsReader(path, known=self._headers[path])
         if self._reader.tensors.get(name) != self._infos[name]:
-            raise CorruptionError(
-                errno.ESTALE,
-                operation="read",
-                path=file,
-                detail=f"the place of tensor {name!r} changed since the checkpoint was opened",
-            )
+            detail = f"the place of tensor {name!r} changed since the checkpoint was opened"
+            raise corrupt(file, detail, code=errno.ESTALE)
         return self._reader
 
     def close(self) -> None:

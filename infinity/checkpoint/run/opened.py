@@ -205,14 +205,9 @@ class StoredReader(Closing):
         except CorruptionError as error:
             if not self._consequence:
                 raise
-            raise CorruptionError(
-                error.errno or 0,
-                operation="read",
-                path=error.path,
-                offset_nbytes=error.offset_nbytes,
-                nbytes=error.nbytes,
-                detail=self._detail(f"{tensor.facts.name!r} is damaged: {error.detail}"),
-            ) from None
+            detail = self._detail(f"{tensor.facts.name!r} is damaged: {error.detail}")
+            damaged = error.path, detail, error.offset_nbytes, error.nbytes
+            raise corrupt(*damaged, code=error.errno or 0) from None
 
     def _detail(self, fault: str) -> str:
         return f"{fault}; {self._consequence}" if self._consequence else fault

@@ -26,7 +26,7 @@ from infinity.bounded import (
 )
 from infinity.checkpoint.run.directory import check_extent, read_content, read_manifest
 from infinity.checkpoint.run.format import Manifest, is_of_rank
-from infinity.errors import ConfigError, CorruptionError, corrupt, listed
+from infinity.errors import ConfigError, corrupt, listed
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, joined_crc32
 from infinity.storage.shards import CHUNK_NBYTES, RunChecksum, ShardFiles, ShardIdentity
@@ -138,16 +138,12 @@ def _note(
     first = known.setdefault((checksum.offset_nbytes, checksum.nbytes), checksum)
     if first.crc32c != checksum.crc32c:
         where = "" if first.path == checksum.path else f", which another one found as {first.path}"
-        raise CorruptionError(
-            errno.EBADMSG,
-            operation="read",
-            path=checksum.path,
-            offset_nbytes=checksum.offset_nbytes,
-            nbytes=checksum.nbytes,
-            detail=f"ranks have read different bytes of this file{where} (CRC32C; {checkpoint}). "
-            "Expected the same files on every machine: compare them, and resume from a checkpoint "
-            "of before",
+        detail = (
+            f"ranks have read different bytes of this file{where} (CRC32C; {checkpoint}). Expected "
+            "the same files on every machine: compare them, and resume from a checkpoint of before"
         )
+        place = checksum.path, detail, checksum.offset_nbytes, checksum.nbytes
+        raise corrupt(*place, code=errno.EBADMSG)
     return first is checksum
 
 
@@ -210,13 +206,11 @@ def check_reference(path: Path, shards: ShardFiles | None) -> None:
                 "Give weights= the same base"
             )
         if (found.nbytes, found.header_sha256) != (identity.nbytes, identity.header_sha256):
-            raise CorruptionError(
-                errno.ESTALE,
-                operation="read",
-                path=found.path,
-                detail=f"{path} was trained over a file of this name with {identity.nbytes} bytes "
-                f"and another header; this one has {found.nbytes}. Give weights= the same base",
+            detail = (
+                f"{path} was trained over a file of this name with {identity.nbytes} bytes and "
+                f"another header; this one has {found.nbytes}. Give weights= the same base"
             )
+            raise corrupt(found.path, detail, code=errno.ESTALE)
     for identity, checksums in rows:
         found = own[Path(identity.path).name]
         shards.expect(
