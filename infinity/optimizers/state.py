@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from infinity.modules.autograd.param import OffloadedParam
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.private.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map_only
 from infinity.state.units import StateKind
-
-if TYPE_CHECKING:
-    from infinity.optimizers.offloaded import OffloadedOptimizer
 
 _READ_ONLY = (
     "{} would change a fetched copy of optimizer.state and be lost; clone it to change it. "
@@ -61,10 +58,12 @@ class FetchedMoment(torch.Tensor):
 
 
 class _OfOptimizer:
-    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+    """Knows its `OffloadedOptimizer`, which imports this module."""
+
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
 
-    def _owner(self) -> OffloadedOptimizer:
+    def _owner(self) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
@@ -73,13 +72,14 @@ class _OfOptimizer:
 class ParameterState(_OfOptimizer):
     """The optimizer's state of one parameter: `step`, and the moments under torch's names."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, params: list[OffloadedParam]) -> None:
+    def __init__(self, optimizer: Any, params: list[OffloadedParam]) -> None:
         super().__init__(optimizer)
         self._params = params
 
     def keys(self) -> list[str]:
         """Returns the names of the state of a parameter, as torch.optim names it."""
-        return self._owner().state_names_of(self._params[0])
+        names: list[str] = self._owner().state_names_of(self._params[0])
+        return names
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.keys():
