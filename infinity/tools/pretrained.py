@@ -36,6 +36,7 @@ def from_pretrained(
     peft_config: Any = None,
     *,
     model_class: Any = None,
+    is_frozen: bool = False,
     ignore: Sequence[str] = (),
     seed: int = 0,
     **model_options: Any,
@@ -50,6 +51,8 @@ def from_pretrained(
         working directory, as `infinity new` decides; the choice is logged
     peft_config: an adapter, attached by PEFT; its first values are drawn from `seed`
     model_class: of transformers; by default the class that config.json names, if it generates text
+    is_frozen: train nothing, adapter included: for texts and evaluation. Frozen weights need no
+        space for masters, moments and gradients
     ignore: names of stored tensors to leave out, as in `infinity.offload`
     seed: of the adapter, and of a head that the directory lacks. The global generator stays
     model_options: `dtype` ("auto" or None: that of the directory), keys of the configuration such
@@ -74,6 +77,8 @@ def from_pretrained(
         elif resolved.adapter is not None:
             base = weight_source(directory)
             model = attach_adapter(model, resolved.adapter, base=base, seed=seed)
+    if is_frozen:
+        model.requires_grad_(False)
     return offload(model, resolved, weights=directory, seed=seed, ignore=ignore)
 
 

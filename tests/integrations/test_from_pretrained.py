@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import runpy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import infinity
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.tools.chat import open_writer
 from infinity.tools.drop_in import DropIn
 from infinity.tools.pretrained import choose_config
 from tests.support.offloading import small_tiers
@@ -173,3 +175,30 @@ def test_a_model_that_no_trainer_trains_says_what_to_do(made: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(made)
     with pytest.raises(ConfigError, match=r"infinity\.from_pretrained"):
         model(torch.arange(4).view(1, 4))
+
+
+def test_a_text_is_that_of_the_model_in_memory(made: Path, tmp_path: Path) -> None:
+    """Of a directory of weights, and of an adapter that names it; nothing is trained."""
+    plain: Any = AutoModelForCausalLM.from_pretrained(made)
+    adapted = get_peft_model(plain, LoraConfig(**ADAPTER))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids, texts = [84, 104, 101, 32], []
+    for directory in (made, tmp_path / "adapter"):
+        pieces: list[str] = []
+        writer = open_writer(directory, {"tiers": {"host": {"capacity": "64MiB"}}})
+        new = writer.write(ids, num_tokens=12, temperature=0, say=pieces.append)
+        assert "moments" not in infinity.describe(writer.model).resting
+        writer.close()
+        with torch.no_grad(), adapted.disable_adapter() if directory == made else nullcontext():
+            prompt = torch.tensor([ids])
+            expected = adapted.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
+            )
+        assert new == expected[0, len(ids) :].tolist()
+        assert "".join(pieces) == writer.tokenizer.decode(new)
+        texts.append(new)
+    assert texts[0] != texts[1], "the adapter is there"

@@ -38,16 +38,24 @@ QUIET = AFTER | {"nvme_read_nbytes": BEFORE["nvme_read_nbytes"]}
 @pytest.mark.parametrize(
     ("after", "more", "held_out_loss", "expected"),
     [
-        (AFTER, {}, 1.25, "loss 2.000  held-out 1.250  500 tokens/s  read 1.50 GB/s  write 0.50 GB/s"),
-        (QUIET, {}, None, "loss 2.000  500 tokens/s  write 0.50 GB/s"),
+        (AFTER, {"grad_norm": 0.5}, 1.25,
+         "step 3  ETA 1:02:05  loss 2.000  held-out 1.250  lr 1.0e-04  norm 0.5  500 tokens/s  "
+         "read 1.50 GB/s  write 0.50 GB/s"),
+        (QUIET, {}, None,
+         "step 3  ETA 1:02:05  loss 2.000  lr 1.0e-04  500 tokens/s  write 0.50 GB/s"),
         (QUIET, {"epoch": 1.25, "skipped": "it is not finite"}, None,
-         "SKIPPED  epoch 1.25  loss 2.000  500 tokens/s  write 0.50 GB/s"),
+         "step 3  SKIPPED  ETA 1:02:05  loss 2.000  lr 1.0e-04  500 tokens/s  epoch 1.25  "
+         "write 0.50 GB/s"),
     ],
     ids=["all", "no reads and no evaluation", "a skipped step of an epoch"],
 )  # fmt: skip
 def test_line_shows_what_a_person_watches(after, more, held_out_loss, expected):
-    found = line_of(Step(loss=2.0, num_tokens=1000, **more), BEFORE, after, 2.0)
-    assert shown(found, held_out_loss) == f"{expected}  stall 42%  host 1.0 MiB"
+    step = Step(number=3, loss=2.0, num_tokens=1000, learning_rate=1e-4, **more)
+    found = line_of(step, BEFORE, after, 2.0)
+    whole = f"{expected}  stall 42%  host 1.0 MiB"
+    assert shown(found, held_out_loss, 3725, 200) == whole
+    narrow = shown(found, held_out_loss, 3725, 80)
+    assert 60 < len(narrow) <= 80 and whole.startswith(f"{narrow}  "), "whole words only"
 
 
 def report(tmp_path, *, terminal: bool, log_every: int = 1) -> tuple[str, list[dict]]:
@@ -55,7 +63,7 @@ def report(tmp_path, *, terminal: bool, log_every: int = 1) -> tuple[str, list[d
     reporter = Reporter(console, steps=5, log_every=log_every)
     reporter.start(tmp_path / "metrics.jsonl")
     for step in range(1, 6):
-        reporter.step(line(step, held_out_loss=1.5 if step == 2 else None))
+        reporter.step(line(step, held_out_loss=1.5 if step == 2 else None), 5 - step)
     reporter.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     return console.file.getvalue(), [json.loads(line) for line in lines]

@@ -159,7 +159,17 @@ def test_every_step_has_its_line_and_the_summary_adds_them_up(table):
     assert summary["peak_rss_nbytes"] > 0 and summary["loss_last"] < summary["loss_first"]
     saved = json.loads((Path(table["output"]["directory"]) / "summary.json").read_text())
     assert saved["loss_last"] == summary["loss_last"]
-    for word in ("step 4/4", "held-out", "tokens/s", "GB/s", "stall", "host", "peak RSS"):
+    for word in (
+        "step 4/4",
+        "held-out",
+        "lr ",
+        "norm ",
+        "tokens/s",
+        "GB/s",
+        "host",
+        "peak RSS",
+        "next:",
+    ):
         assert word in printed, word
 
 

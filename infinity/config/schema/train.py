@@ -163,6 +163,13 @@ class Output(Section):
         2 * GIB, description="Largest safetensors file of the export."
     )
     export: Flag = Field(True, description="Write a Hugging Face checkpoint at the end.")
+    notify: str | None = Field(
+        None,
+        description="A command for the shell that gets one JSON object on its input: at the end, "
+        "at a failure, and when the held-out loss is on a plateau (five evaluations without a new "
+        "lowest). `event` says which, `text` is for people. A webhook: "
+        '`"curl -sd @- https://..."`.',
+    )
 
     @property
     def metrics_path(self) -> Path:

@@ -17,12 +17,14 @@ from infinity.tools.cli.options import with_quiet
 # command.
 _COMMANDS = {
     "bench": ("bench", "bench", "Measure drives, memory and device."),
+    "chat": ("chat", "chat", "Talk to a trained model."),
     "clean": ("inspect", "clean", "Remove what ended jobs have left in swap directories."),
     "config": ("config", "app", "Check, show and describe configuration files."),
     "convert": ("convert", "convert", "Make safetensors of GGUF or pickled weights."),
     "doctor": ("doctor", "doctor", "List what this machine lacks, with cost and remedy."),
     "export": ("convert", "export", "Convert a checkpoint to a format of other programs."),
     "export-adapter": ("serving", "export_adapter", "Write an adapter for a server, and a sheet."),
+    "generate": ("chat", "generate", "Let a trained model continue a text."),
     "inspect": ("inspect", "inspect", "Describe a checkpoint and check its integrity."),
     "merge": ("convert", "merge", "Merge an adapter into its base, as a checkpoint."),
     "new": ("new", "new", "Write a file for `infinity train` that suits this machine."),
@@ -34,6 +36,7 @@ _COMMANDS = {
     "train": ("train", "train", "Fine-tune a model as a configuration file describes."),
     "tune": ("bench", "tune", "Find the io settings that suit these drives."),
     "verify-served": ("serving", "verify_served", "Compare a served adapter with its sheet."),
+    "watch": ("watch", "watch", "Show how a run of `infinity train` is going."),
 }
 
 

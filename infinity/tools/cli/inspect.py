@@ -24,7 +24,8 @@ def inspect(
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", help="A checkpoint, a directory of them, or a swap directory."
+            metavar="DIR",
+            help="A checkpoint, a directory of them, a run's output, or a swap directory.",
         ),
     ],
     verify: Annotated[
@@ -47,6 +48,7 @@ def inspect(
     from infinity.checkpoint.run.directory import list_checkpoints
     from infinity.checkpoint.run.inspection import inspect as examine
 
+    directory = _checkpoints_of(directory)
     swaps = swap_contents(directory)
     commits = list(filter(list_checkpoints, commit_places(directory)))
     has_commits = bool(commits)
@@ -78,6 +80,13 @@ def inspect(
     has_faults = any(contents.faults for contents in swaps)
     if has_faults or not all(inspection.is_intact for inspection in found):
         raise typer.Exit(1)
+
+
+def _checkpoints_of(directory: Path) -> Path:
+    """Returns the directory of checkpoints in the output of a run; any other directory as it is."""
+    inner = directory / "checkpoints"
+    is_output = (directory / "infinity-run.json").is_file() and inner.is_dir()
+    return inner if is_output else directory
 
 
 def _print_empty(directory: Path, *, as_json: bool) -> None:

@@ -280,7 +280,8 @@ def _answer_lines(wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
 def _data_in_words(data: DataFacts, passes: int) -> str:
     what = f"{'' if data.is_exact else 'about '}{data.num_tokens:,} tokens"
     if data.num_records:
-        what = f"{data.num_records:,} {data.noun} ({what})"
+        noun = data.noun.removesuffix("s") if data.num_records == 1 else data.noun
+        what = f"{data.num_records:,} {noun} ({what})"
     return what if passes == 1 else f"{passes} times {what}"
 
 

@@ -33,7 +33,7 @@ _SEQUENCES_A_STEP = 16
 _LEAST_STEPS_A_PASS = 20  # With little data, steps are smaller.
 _STEPS_WITHOUT_DATA = 100
 _LEAST_HELD_OUT = 50  # Sequences; of fewer none is held out.
-_CHECKPOINT_EVERY_S = 1800
+_CHECKPOINT_EVERY_S = 600
 # Of available memory. A model that computes on the host needs the rest for activations.
 _HOST_PERCENT = {True: 75, False: 50}
 _EVALUATIONS = 5
@@ -180,13 +180,13 @@ def _candidates(wish: Wish, hardware: Hardware) -> Iterator[Draft]:
 
 def _settled(found: Draft, said: Forecast, forecaster: Forecaster) -> tuple[Draft, Forecast]:
     """Returns the draft with a budget of host memory no larger than what can be used, and with
-    checkpoints every half hour."""
+    checkpoints every ten minutes."""
     every = max(1, int(_CHECKPOINT_EVERY_S / said.step.step_s))
     table = _table(found.config)
     notes = dict(found.notes)
     if every < found.steps:
         table["checkpoint"]["every"] = every
-        notes["checkpoint.every"] = "steps, about half an hour; --resume goes on after any end"
+        notes["checkpoint.every"] = "steps, about ten minutes; --resume goes on after any end"
     enough_nbytes = _enough_nbytes(said)
     if enough_nbytes < said.host_nbytes:
         capacity_nbytes = enough_nbytes * said.num_ranks  # The file has that of all ranks.

@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from infinity.bounded import MalformedError, open_regular
 from infinity.checkpoint.durable import link_or_copy, sync_directory
@@ -197,6 +198,33 @@ def _step_of(line: bytes) -> int | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+class MetricsReader:
+    """Reads the metrics of a run while it writes them; also over a mount, where a line may be seen
+    in part. A file that was replaced, as by a resumed run, is read again from its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place: tuple[int, int] | None = None  # Device and inode.
+        self._offset_nbytes = 0
+        self.lines: list[dict[str, Any]] = []
+
+    def read(self) -> bool:
+        """Adds the lines that are whole by now to `lines`. Returns whether there are new ones.
+        Raises OSError if the file cannot be opened."""
+        with self._path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            place = found.st_dev, found.st_ino
+            if place != self._place or found.st_size < self._offset_nbytes:
+                self._place, self._offset_nbytes, self.lines = place, 0, []
+            file.seek(self._offset_nbytes)
+            count = len(self.lines)
+            while (line := file.readline(_LONGEST_LINE_NBYTES)).endswith(b"\n"):
+                self._offset_nbytes += len(line)
+                if _step_of(line) is not None:
+                    self.lines.append(json.loads(line))
+        return len(self.lines) != count
 
 
 def is_metrics(path: Path) -> bool:

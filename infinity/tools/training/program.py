@@ -39,13 +39,14 @@ from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
 from infinity.tools.training.adapter import save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
+from infinity.tools.training.ending import Notices, next_commands
 from infinity.tools.training.job import Job, prepare
 from infinity.tools.training.model import generate, share_budgets
 from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
 from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
 from infinity.tools.training.ranks import job_rank
 from infinity.tools.training.report import Line, Reporter, Summary, line_of, tracked, write_summary
-from infinity.tools.training.settle import choices, settle
+from infinity.tools.training.settle import choices, lines_of, settle
 from infinity.tools.training.tracing import Tracing
 from infinity.tools.training.trainer import Step, batch_of, require_trackers
 
@@ -159,6 +160,7 @@ class Run:
         self._line: Line = {}  # Of the newest step.
         self._tracing = tracing
         self._traced = ExitStack()  # The step that is traced now.
+        self._notices = Notices(config, self.summary, self._reporter)
 
     @property
     def num_steps(self) -> int:
@@ -280,7 +282,16 @@ class Run:
         """Completes the run after its steps; rank 0 exports."""
         if self._job.rank.is_first:
             self._finish(interrupt)
+            text = "all steps are done"
+            if self.num_steps < self._job.num_steps:
+                text = f"ended after step {self.num_steps} of {self._job.num_steps}"
+            self._notices.send("end", text)
         self._wait_for_all("the end of the run")
+
+    def fail(self, error: BaseException) -> None:
+        """Tells whom the file names that the run has failed."""
+        if self._job.rank.is_first:
+            self._notices.send("failure", f"failed after step {self.num_steps}: {error}")
 
     def _finish(self, interrupt: Interrupt) -> None:
         """Exports, samples and writes the summary; the summary also if another part has failed."""
@@ -294,6 +305,8 @@ class Run:
         finally:
             self._products.write_summary()
             self._reporter.summary(self.summary)
+        for command in next_commands(self._config, self.summary):
+            self._reporter.note(command)
 
     def close(self) -> None:
         """Releases the tiers and the swap directory, and closes the metrics. Idempotent."""
@@ -331,15 +344,22 @@ class Run:
         """Called after evaluation and trackers. Writes the metrics and what is to be kept of the
         step. Returns whether the run ends."""
         assert self._interrupt is not None and self._config.train is not None
-        self._line["held_out_loss"] = step.held_out_loss
+        self._line |= {
+            "held_out_loss": step.held_out_loss,
+            "steps": self._job.num_steps,
+            "resumed_at": self.summary.resumed_at,
+            "checkpoint": self.summary.checkpoint,
+        }
         self.summary.add(self._line)
         self._products.restore()
-        self._reporter.step(self._line)
+        self._reporter.step(self._line, self.summary.left_s)
         if is_best and self._config.train.keep_best:
             if self._job.rank.is_first:
                 self._products.keep_best()
             self._wait_for_all("the best weights")
             self.summary.best_step = step.number
+        if step.held_out_loss is not None and self.summary.is_on_plateau:
+            self._notices.send("plateau", "the held-out loss falls no more")
         self.checkpoints.after_step(step.number, self._interrupt)
         return self._is_stopped(self._interrupt)
 
@@ -376,8 +396,8 @@ def train(
         rank = stack.enter_context(job_rank(config))
         if not rank.is_first:
             console, trace = Console(quiet=True), None
-        for choice in settled:  # Before the data is counted by a tokenizer that is not meant.
-            console.print(str(choice), markup=False, highlight=False, soft_wrap=True)
+        for text in lines_of(settled):  # Before data is counted by a tokenizer that is not meant.
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         resumed = plan_resume(config, resume=resume, resume_from=resume_from)
         job = prepare(config, stack, resumed, rank)
         if trace is not None:
@@ -389,6 +409,10 @@ def train(
         run.set_up()
         written = "the export" if config.checkpoint is None else "a checkpoint"
         with Interrupt(_STOP_NOTICE.format(written)) as interrupt:
-            run.train(interrupt)
-            run.finish(interrupt)
+            try:
+                run.train(interrupt)
+                run.finish(interrupt)
+            except Exception as error:
+                run.fail(error)
+                raise
             return run.summary, interrupt.exit_code

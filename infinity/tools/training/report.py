@@ -9,29 +9,24 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from infinity.checkpoint.durable import replace_file
 from infinity.sizes import GIB, format_nbytes
 from infinity.tools.training.metrics import MetricsFile
 from infinity.tools.training.process import lost_streams
-from infinity.tools.training.trainer import Step
+
+if TYPE_CHECKING:
+    from infinity.tools.training.trainer import Step
 
 # Counter of the bytes -> the usual name of the link.
 LINKS = {
@@ -55,6 +50,9 @@ _PHASES = (
     "setup_s", "steps_s", "evaluation_s", "commit_s", "checkpoint_s", "export_s", "sample_s",
 )  # fmt: skip
 _NUM_LAST_STEPS = 5
+_NUM_PACED = 50  # Steps.
+_PLATEAU = 5  # Evaluations.
+_BAR_WIDTH = 12
 
 Snapshot = Mapping[str, float]
 Line = dict[str, Any]  # Of metrics.jsonl.
@@ -91,6 +89,8 @@ def line_of(step: Step, before: Snapshot, after: Snapshot, elapsed_s: float) -> 
         "stall_share": min(sum(waited_s.values()) / elapsed_s, 1.0),
         "host_in_use_nbytes": int(after.get("host_in_use_nbytes", 0)),
         "peak_rss_nbytes": peak_rss_nbytes(),
+        "peak_device_nbytes": _peak_device_nbytes(),
+        "ended_s": time.time(),  # Since 1970.
     }
 
 
@@ -107,24 +107,45 @@ def tracked(line: Line) -> dict[str, float]:
     }
 
 
-def shown(line: Line, held_out_loss: float | None) -> str:
-    """Returns what is printed of a step. `held_out_loss` is the last known."""
-    parts = [] if line["skipped"] is None else ["SKIPPED"]
-    if line["epoch"] is not None:
-        parts.append(f"epoch {line['epoch']:.2f}")
-    parts.append(f"loss {line['loss']:.3f}")
-    if held_out_loss is not None:
-        parts.append(f"held-out {held_out_loss:.3f}")
-    parts.append(f"{line['tokens_per_s']:,.0f} tokens/s")
-    parts += [  # Rates of drives, where drives are used.
-        f"{direction} {line[f'nvme_{direction}_bytes_per_s'] / 1e9:.2f} GB/s"
-        for direction in ("read", "write")
-        if line[f"nvme_{direction}_nbytes"]
+def shown(line: Line, held_out_loss: float | None, left_s: float | None, width: int) -> str:
+    """Returns what is printed of a step, as much as `width` characters hold, whole words only.
+    `held_out_loss` is the last known, `left_s` the time until the last step."""
+    norm = line["grad_norm"]
+    parts = [
+        f"step {line['step']}/{line['steps']}" if "steps" in line else f"step {line['step']}",
+        "" if line["skipped"] is None else "SKIPPED",
+        "" if left_s is None else f"ETA {clock_of(left_s)}",
+        f"loss {line['loss']:.3f}",
+        "" if held_out_loss is None else f"held-out {held_out_loss:.3f}",
+        f"lr {line['learning_rate']:.1e}",
+        "" if norm is None else f"norm {norm:.3g}",
+        f"{line['tokens_per_s']:,.0f} tokens/s",
+        "" if line["epoch"] is None else f"epoch {line['epoch']:.2f}",
+        *(  # Rates of drives, where drives are used.
+            f"{direction} {line[f'nvme_{direction}_bytes_per_s'] / 1e9:.2f} GB/s"
+            for direction in ("read", "write")
+            if line[f"nvme_{direction}_nbytes"]
+        ),
+        f"stall {line['stall_share']:.0%}",
+        f"host {format_nbytes(line['host_in_use_nbytes'])}",
     ]
-    parts += [
-        f"stall {line['stall_share']:.0%}", f"host {format_nbytes(line['host_in_use_nbytes'])}",
-    ]  # fmt: skip
-    return "  ".join(parts)
+    text = ""
+    for part in filter(None, parts):
+        longer = f"{text}  {part}" if text else part
+        if len(longer) > width:
+            break
+        text = longer
+    return text
+
+
+def clock_of(seconds: float) -> str:
+    """Returns a time as 0:07, 1:02:03 or 2d 03:04."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 @dataclass(kw_only=True)
@@ -143,6 +164,7 @@ class Summary:
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMMED, 0))
     host_in_use_max_nbytes: int = 0
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
+    ends: list[tuple[int, float]] = field(default_factory=list)  # Steps, and when they ended.
     phases_s: dict[str, float] = field(default_factory=dict)
     export_directory: str | None = None
     sample: str | None = None
@@ -175,6 +197,24 @@ class Summary:
         for name in _SUMMED:
             self.totals[name] += line[name]
         self.host_in_use_max_nbytes = max(self.host_in_use_max_nbytes, line["host_in_use_nbytes"])
+        if "ended_s" in line:
+            self.ends.append((line["step"], line["ended_s"]))
+
+    @property
+    def left_s(self) -> float | None:
+        """The time until the last step at the pace of the newest ones, with what is done between
+        them; None before the second step of this run."""
+        paced = self.ends[-_NUM_PACED:]
+        if len(paced) < 2:
+            return None
+        (first, begun_s), (last, ended_s) = paced[0], paced[-1]
+        return max(self.steps - last, 0) * max(ended_s - begun_s, 0.0) / max(last - first, 1)
+
+    @property
+    def is_on_plateau(self) -> bool:
+        """Whether the newest evaluations were all above an earlier one."""
+        losses = [loss for _, loss in self.held_out_losses]
+        return len(losses) > _PLATEAU and min(losses[-_PLATEAU:]) > min(losses[:-_PLATEAU])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the summary for JSON."""
@@ -232,8 +272,8 @@ class Summary:
 class Reporter:
     """Writes metrics.jsonl and prints to the terminal; close it.
 
-    On a terminal it keeps a bar with the time that is left, otherwise it prints one plain line per
-    `log_every` steps.
+    On a terminal it keeps a bar, otherwise it prints one plain line per `log_every` steps.
+    Both have the time that is left, and fit the width of the console, 80 columns in a log.
     `start` replaces the metrics of an earlier run, or keeps those up to the resumed step; before
     `start` only `note` may be called. Without a path there are no metrics.
     """
@@ -255,18 +295,19 @@ class Reporter:
         """Prints a line above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def step(self, line: Line) -> None:
-        """Records one step."""
+    def step(self, line: Line, left_s: float | None = None) -> None:
+        """Records one step. `left_s`: the time until the last one."""
         step = line["step"]
         if self._metrics is not None:
             self._metrics.append(step, json.dumps(_finite(line)))
         if line["held_out_loss"] is not None:
             self._held_out_loss = line["held_out_loss"]
-        text = shown(line, self._held_out_loss)
+        line, width = {"steps": self._steps, **line}, self._console.width
         if self._console.is_terminal:
-            self._show(step, text)
+            width -= _BAR_WIDTH + 2
+            self._show(step, shown(line, self._held_out_loss, left_s, width))
         elif step % self._log_every == 0 or step in (1, self._steps):
-            self.note(f"step {step}/{self._steps}  {text}")
+            self.note(shown(line, self._held_out_loss, left_s, width))
         if line["skipped"] is not None:
             self.note(f"step {step} is skipped: {line['skipped']}")
 
@@ -308,12 +349,8 @@ class Reporter:
 
     def _show(self, step: int, text: str) -> None:
         if self._bar is None:
-            bar = Progress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TimeElapsedColumn(),
-                TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.description}"),
-                console=self._console, auto_refresh=False, speed_estimate_period=600,
-            )  # fmt: skip
-            # The first step is over; the time that is left is that of the steps after it.
+            columns = BarColumn(_BAR_WIDTH), TextColumn("{task.description}")
+            bar = Progress(*columns, console=self._console, auto_refresh=False)
             self._bar = bar, bar.add_task(text, total=self._steps, completed=step)
             bar.start()
         progress, task = self._bar
@@ -330,6 +367,14 @@ def peak_rss_nbytes() -> int:
     except OSError:
         pass
     return 0
+
+
+def _peak_device_nbytes() -> int:
+    """Returns the most device memory that tensors of this process have had."""
+    torch = sys.modules.get("torch")  # `infinity watch` reads without it.
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.max_memory_allocated())
 
 
 def write_summary(path: Path, summary: Summary) -> None:

@@ -6,7 +6,8 @@ config show` reports the same values as `infinity train` and `infinity plan`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def choices(config: SwapConfig) -> list[AutoValue]:
     if config.data is not None and config.data.tokenizer == "auto":
         found.append(tokenizer_of(config.model.path if config.model is not None else None))
     return found
+
+
+def lines_of(choices: Sequence[AutoValue]) -> list[str]:
+    """Returns a line for each value and reason, with all the keys that have it."""
+    alike: dict[tuple[str, str], list[AutoValue]] = {}
+    for choice in choices:
+        alike.setdefault((choice.shown, choice.reason), []).append(choice)
+    return [
+        str(replace(first, key=", ".join([first.key, *(c.key.rpartition(".")[2] for c in others)])))
+        for first, *others in alike.values()
+    ]
 
 
 def settle(config: SwapConfig) -> SwapConfig:

@@ -1,0 +1,112 @@
+"""Texts of a trained model: a base and an adapter, or all weights, read from their files.
+
+The weights are frozen, so that they need no other space than the files; a budget of host memory
+keeps as much of them as it can. Each token reads what it does not keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import infinity
+from infinity.bounded import MalformedError, read_json
+from infinity.config import SwapConfig
+from infinity.config.paths import ADAPTER_NAMES
+from infinity.errors import ConfigError
+from infinity.tools.pretrained import from_pretrained
+from infinity.tools.training.settle import tokenizer_of
+from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextWriter:
+    """A frozen, offloaded model with its tokenizer. `close` releases the memory."""
+
+    model: Any
+    tokenizer: Tokenizer
+
+    def write(
+        self, ids: list[int], *, num_tokens: int, temperature: float, say: Callable[[str], None]
+    ) -> list[int]:
+        """Continues `ids` by at most `num_tokens` tokens, gives `say` each new piece of text, and
+        returns the new ids. `temperature` 0 takes the likeliest token."""
+        from transformers.generation.streamers import BaseStreamer
+
+        writer, said = self, [0]
+        new: list[int] = []
+
+        class Said(BaseStreamer):
+            """Decodes all new tokens again: a character may need several of them."""
+
+            is_first = True
+
+            def put(self, value: torch.Tensor) -> None:
+                if self.is_first:  # The prompt.
+                    self.is_first = False
+                    return
+                new.extend(value.reshape(-1).tolist())
+                text = writer.tokenizer.decode(new)
+                if not text.endswith("\ufffd"):
+                    say(text[said[0] :])
+                    said[0] = len(text)
+
+            def end(self) -> None:
+                say(writer.tokenizer.decode(new)[said[0] :])
+
+        options: dict[str, Any] = {"do_sample": temperature > 0}
+        if temperature > 0:
+            options["temperature"] = temperature
+        pad = self.model.generation_config.pad_token_id
+        prompt = torch.tensor([ids], device=next(self.model.parameters()).device)
+        with torch.no_grad():
+            self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=num_tokens,
+                pad_token_id=0 if pad is None else pad,
+                streamer=Said(),
+                **options,
+            )
+        return new
+
+    def prompt_of(self, messages: list[dict[str, str]]) -> list[int]:
+        """Returns the tokens of a conversation, to which the model is to answer. Raises ConfigError
+        for a tokenizer without a chat template."""
+        tokenizer: Any = self.tokenizer.tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError("the model has no chat template; use `infinity generate`")
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    def close(self) -> None:
+        """Releases the memory."""
+        infinity.close(self.model)
+
+
+def open_writer(directory: Path, config: Any = None) -> TextWriter:
+    """Returns the model of a run's output, of an adapter or of a directory of weights.
+
+    `config`: tiers and budgets, what `infinity.offload` takes. Raises ConfigError for a directory
+    that is neither, and for an adapter whose base is gone.
+    """
+    base = directory
+    settings = SwapConfig.load(config)
+    if (directory / ADAPTER_NAMES[0]).is_file():
+        try:
+            table = read_json(directory / ADAPTER_NAMES[0])
+            base = Path(str(table["base_model_name_or_path"]))
+        except (OSError, MalformedError, KeyError, TypeError) as error:
+            raise ConfigError(f"{directory / ADAPTER_NAMES[0]} cannot be used: {error}") from error
+        adapter = SwapConfig.load({"adapter": {"resume": str(directory.resolve())}}).adapter
+        settings = settings.model_copy(update={"adapter": adapter})
+    model = from_pretrained(base, settings, is_frozen=True)
+    place = tokenizer_of(directory)
+    if place.value == "bytes":
+        place = tokenizer_of(base)
+    return TextWriter(model.eval(), open_tokenizer(place.value))

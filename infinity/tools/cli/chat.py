@@ -1,0 +1,130 @@
+"""`infinity chat` and `infinity generate`: texts of a model that a run has trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from infinity.tools.cli.options import Json, Quiet
+
+if TYPE_CHECKING:
+    from infinity.tools.chat import TextWriter
+
+_Model = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR", help="The output of a run, an adapter, or a directory of weights."
+    ),
+]
+_Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Tiers and budgets. Default: half the memory."),
+]
+_Tokens = Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="At most so many.")]
+_Temperature = Annotated[
+    float, typer.Option("--temperature", metavar="T", min=0.0, help="0 takes the likeliest token.")
+]
+
+
+def generate(
+    directory: _Model,
+    prompt: Annotated[str, typer.Argument(metavar="TEXT", help="The beginning of the text.")],
+    tokens: _Tokens = 100,
+    temperature: _Temperature = 0.0,
+    config: _Config = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Let a trained model continue a text.
+
+    The weights are read from their files, the adapter's from its own; what memory has no space for
+    is read again for every token.
+    """
+    writer, started_s = _open(directory, config), time.perf_counter()
+    try:
+        ids = writer.tokenizer.encode(prompt)
+        new = writer.write(
+            ids, num_tokens=tokens, temperature=temperature, say=_say(as_json or quiet)
+        )
+    finally:
+        writer.close()
+    if as_json:
+        answer = {
+            "prompt": prompt,
+            "text": writer.tokenizer.decode(new),
+            "num_tokens": len(new),
+            "seconds": time.perf_counter() - started_s,
+        }
+        typer.echo(json.dumps(answer, indent=2))
+    elif not quiet:
+        typer.echo()
+
+
+def chat(
+    directory: _Model,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="Said to the model first.")
+    ] = None,
+    tokens: _Tokens = 400,
+    temperature: _Temperature = 0.7,
+    config: _Config = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Talk to a trained model, one line at a time; an empty line or Ctrl-D ends it.
+
+    With --json, each answer is a line of JSON.
+    """
+    writer = _open(directory, config)
+    messages = [{"role": "system", "content": system}] if system else []
+    try:
+        while text := _line(is_shown=not (quiet or as_json)):
+            messages.append({"role": "user", "content": text})
+            new = writer.write(
+                writer.prompt_of(messages), num_tokens=tokens, temperature=temperature,
+                say=_say(as_json or quiet),
+            )  # fmt: skip
+            messages.append({"role": "assistant", "content": writer.tokenizer.decode(new)})
+            if as_json:
+                typer.echo(json.dumps(messages[-1]))
+            elif not quiet:
+                typer.echo()
+    except KeyboardInterrupt:
+        typer.echo()
+    finally:
+        writer.close()
+
+
+def _open(directory: Path, config: Path | None) -> TextWriter:
+    from infinity.config.extras import require_release, require_transformers
+    from infinity.config.paths import refuse_no_directory
+
+    require_release("torch", "infinity")
+    require_transformers("infinity chat")
+    refuse_no_directory(directory)
+    from infinity.tools.chat import open_writer
+
+    return open_writer(directory, config)
+
+
+def _say(is_quiet: bool) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        if not is_quiet:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    return say
+
+
+def _line(*, is_shown: bool) -> str:
+    """Returns the next line of the user; "" at the end of the input."""
+    if is_shown and sys.stdin.isatty():
+        sys.stdout.write("> ")
+        sys.stdout.flush()
+    return sys.stdin.readline().strip()

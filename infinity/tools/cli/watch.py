@@ -1,0 +1,213 @@
+"""`infinity watch`: a run of `infinity train` on one screen, from its metrics.jsonl alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infinity.errors import ConfigError
+from infinity.tools.cli.options import Json, Quiet
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from infinity.tools.training.report import Line, Summary
+
+_METRICS = "metrics.jsonl"
+_BARS = " ▁▂▃▄▅▆▇█"
+_CURVE_ROWS = 8
+_CURVE_MARGIN = 12  # Columns before the curve.
+_LATE = 10  # Steps' times without a new step: the run has ended, or stands still.
+_OTHER = {"drives": ("read_wait_s", "write_wait_s"), "link": ("copy_wait_s",),
+          "other ranks": ("ranks_wait_s",), "update": ("update_s",)}  # fmt: skip
+
+
+def watch(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="The output directory of a run, or its file of metrics."
+        ),
+    ],
+    every: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Between two looks.")
+    ] = 2.0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show a run: losses, time left, where the time goes, memory, drives, the last checkpoint.
+
+    Reads the file of metrics alone, so the run may be on another machine whose directory is
+    mounted here. On a terminal the screen follows the run until its last step or Ctrl-C; elsewhere
+    it is printed once.
+    """
+    from infinity.tools.training.metrics import MetricsReader
+
+    file = run / _METRICS if run.is_dir() else run
+    reader = MetricsReader(file)
+    try:
+        reader.read()
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: {error.strerror}; expected the output.directory of a run of infinity train"
+        ) from None
+    if as_json:
+        typer.echo(json.dumps(numbers_of(reader.lines), indent=2))
+        return
+    if quiet:
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.print(screen(reader.lines, file, console.width))
+        return
+    from contextlib import suppress
+
+    from rich.live import Live
+
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(screen(reader.lines, file, console.width), refresh=True)
+            if reader.lines and _is_over(reader.lines[-1]):
+                break
+            time.sleep(every)
+            with suppress(OSError):  # A mount that is away comes back.
+                reader.read()
+
+
+def summary_of(lines: Sequence[Line]) -> Summary:
+    """Returns the summary of a run's lines; the pace is that of the newest start."""
+    from infinity.tools.training.report import Summary
+
+    last: Line = lines[-1] if lines else {}
+    found = Summary(steps=last.get("steps", 0), num_parameters=0)
+    for line in lines:
+        found.add(line)
+    begun = last.get("resumed_at", 0)
+    found.ends = [(step, ended_s) for step, ended_s in found.ends if step > begun]
+    return found
+
+
+def numbers_of(lines: Sequence[Line]) -> dict[str, Any]:
+    """Returns what the screen shows, for programs: the summary of the steps so far, the newest
+    line, the seconds left, and the bytes that all steps together write."""
+    if not lines:
+        return {"steps_done": 0, "newest": None}
+    summary, last = summary_of(lines), lines[-1]
+    written, done = summary.totals["nvme_write_nbytes"], len(lines)
+    steps = last.get("steps") or last["step"]
+    return {
+        **summary.to_dict(),
+        "newest": last,
+        "left_s": summary.left_s,
+        "age_s": max(time.time() - last["ended_s"], 0.0) if "ended_s" in last else None,
+        "nvme_write_nbytes_of_all_steps": round(written / done * steps),
+        "checkpoint": last.get("checkpoint"),
+    }
+
+
+def screen(lines: Sequence[Line], file: Path, width: int) -> Group:
+    """Returns the screen: at most 24 rows of `width` columns."""
+    from rich.console import Group
+    from rich.text import Text
+
+    if not lines:
+        return Group(Text(f"{file}: no step is over yet", no_wrap=True))
+    numbers, last = numbers_of(lines), lines[-1]
+    rows = [_heading(numbers, last), ""]
+    rows += _curve("loss", [line["loss"] for line in lines], width)
+    held_out = [loss["loss"] for loss in numbers["held_out_losses"]]
+    if held_out:
+        best = min(numbers["held_out_losses"], key=lambda loss: loss["loss"])
+        marks = _bars(held_out, max(width - _CURVE_MARGIN - 36, 8))
+        rows.append(
+            f"{'held-out':<{_CURVE_MARGIN}}{marks}  {held_out[-1]:.3f}, "
+            f"least {best['loss']:.3f} at step {best['step']}"
+        )
+    rows += ["", *(f"{name:<{_CURVE_MARGIN}}{text}" for name, text in _facts(numbers, last))]
+    return Group(*(Text(row[:width], no_wrap=True) for row in rows))
+
+
+def _heading(numbers: dict[str, Any], last: Line) -> str:
+    from infinity.tools.training.report import clock_of
+
+    parts = [f"step {last['step']:,}" + (f" of {last['steps']:,}" if "steps" in last else "")]
+    age_s, pace_s = numbers["age_s"], numbers["step_median_s"] or 0.0
+    if _is_over(last):
+        parts.append("all steps are done")
+    elif age_s is not None and age_s > max(_LATE * pace_s, 60.0):
+        parts.append(f"no step for {clock_of(age_s)}: ended, or standing still")
+    elif numbers["left_s"] is not None:
+        parts.append(f"ETA {clock_of(numbers['left_s'])}")
+    parts.append(f"{last['tokens_per_s']:,.0f} tokens/s")
+    if age_s is not None and not _is_over(last):
+        parts.append(f"{clock_of(age_s)} ago")
+    return ", ".join(parts)
+
+
+def _facts(numbers: dict[str, Any], last: Line) -> list[tuple[str, str]]:
+    """Returns the rows below the curve: name and text."""
+    from infinity.sizes import format_nbytes
+
+    times, links = numbers["time"], numbers["links"]
+    total_s = times["steps_s"] or 1.0
+    shares = {"compute": times["compute_s"] / total_s} | {
+        name: sum(times[key] for key in keys) / total_s for name, keys in _OTHER.items()
+    }
+    norm = last["grad_norm"]
+    memory = [f"host {format_nbytes(last['host_in_use_nbytes'])}"]
+    memory.append(f"process {format_nbytes(last['peak_rss_nbytes'])} at most")
+    if last.get("peak_device_nbytes"):
+        memory.append(f"device {format_nbytes(last['peak_device_nbytes'])} at most")
+    read, written = links["nvme_read_nbytes"], links["nvme_write_nbytes"]
+    drives = [f"read {format_nbytes(read['nbytes'])}"]
+    drives.append(f"written {format_nbytes(written['nbytes'])}")
+    drives.append(f"{format_nbytes(numbers['nvme_write_nbytes_of_all_steps'])} by the end")
+    return [
+        ("learning", f"rate {last['learning_rate']:.2e}" + (f", norm {norm:.3g}" if norm else "")),
+        ("time", ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)),
+        ("memory", ", ".join(memory)),
+        ("drives", ", ".join(drives)),
+        ("checkpoint", str(numbers["checkpoint"] or "none yet")),
+    ]
+
+
+def _curve(name: str, values: Sequence[float], width: int) -> list[str]:
+    """Returns rows of a curve of means, with its ends on the left."""
+    columns = _means(values, max(width - _CURVE_MARGIN - 1, 8))
+    if not columns:
+        return [f"{name:<{_CURVE_MARGIN}}not finite"]
+    columns = [value for value in columns for _ in range(width // 2 // len(columns) or 1)]
+    low, high = min(columns), max(columns)
+    levels = [round((value - low) / ((high - low) or 1) * 8 * _CURVE_ROWS) for value in columns]
+    rows = []
+    for row in range(_CURVE_ROWS - 1, -1, -1):
+        ends = {_CURVE_ROWS - 1: f"{name} {high:.3f}", 0: f"{low:.3f}"}
+        bars = "".join(_BARS[min(max(level - 8 * row, 0), 8)] for level in levels)
+        rows.append(f"{ends.get(row, ''):<{_CURVE_MARGIN}}{bars}")
+    return rows
+
+
+def _bars(values: Sequence[float], width: int) -> str:
+    columns = _means(values, width)
+    low, high = min(columns, default=0.0), max(columns, default=1.0)
+    return "".join(_BARS[1 + round((value - low) / ((high - low) or 1) * 7)] for value in columns)
+
+
+def _means(values: Sequence[float], count: int) -> list[float]:
+    """Returns at most `count` means of neighbours, of what is finite."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    size = max(1, math.ceil(len(finite) / count))
+    parts = (finite[at : at + size] for at in range(0, len(finite), size))
+    return [sum(part) / len(part) for part in parts]
+
+
+def _is_over(last: Line) -> bool:
+    return bool(last.get("steps")) and last["step"] >= last["steps"]

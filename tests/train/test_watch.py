@@ -1,0 +1,135 @@
+"""A run seen from another shell, and its last words."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from infinity.config import SwapConfig
+from infinity.tools.cli.watch import numbers_of, screen
+from infinity.tools.training.ending import Notices, next_commands
+from infinity.tools.training.metrics import MetricsReader
+from infinity.tools.training.report import Reporter, Summary, line_of
+from infinity.tools.training.trainer import Step
+from tests.support.commands import imported_by, run_command
+
+AFTER = {"nvme_write_nbytes": 1e9, "read_wait_s": 0.5, "copy_wait_s": 0.25, "update_s": 0.25,
+         "host_in_use_nbytes": 1 << 30}  # fmt: skip
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    """A step of 2 s, the newest of which has just ended; every fifth is evaluated."""
+    held_out = 2.0 + 1 / step if step % 5 == 0 else None
+    found = line_of(
+        Step(number=step, loss=2.0 + 4 / step, grad_norm=0.5, num_tokens=1000, learning_rate=1e-4,
+             held_out_loss=held_out), {}, AFTER, 2.0,
+    )  # fmt: skip
+    state = {"steps": 1000, "resumed_at": 0, "checkpoint": None, "ended_s": time.time() + 3 * step}
+    return found | state | more
+
+
+def write(file: Path, lines: list[dict[str, Any]], torn: str = "") -> None:
+    file.write_text("".join(json.dumps(each) + "\n" for each in lines) + torn)
+
+
+def text_of(lines: list[dict[str, Any]], width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(screen(lines, Path("metrics.jsonl"), width))
+    return console.file.getvalue()
+
+
+def test_the_screen_has_what_a_person_asks_and_fits_a_terminal() -> None:
+    long = "/nvme0/" + "x" * 90
+    text = text_of([line(step, checkpoint=long) for step in range(1, 301)])
+    rows = text.rstrip("\n").split("\n")
+    assert len(rows) <= 24 and max(map(len, rows)) <= 80
+    assert rows[0].startswith("step 300 of 1,000, ETA 35:00, 500 tokens/s")
+    said = ("held-out", "least 2.003 at step 300", "rate 1.00e-04", "norm 0.5", "compute 50%",
+            "drives 25%", "link 12%", "update 12%", "host 1.0 GiB", "written 279.4 GiB",
+            "931.3 GiB by the end", "/nvme0/xxx")  # fmt: skip
+    assert [word for word in said if word not in text] == []
+
+
+def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    """Over a mount a reader sees any part of a file. A resumed run replaces the file."""
+    file = tmp_path / "metrics.jsonl"
+    whole = json.dumps(line(3))
+    write(file, [line(1), line(2)], torn=whole[:40])
+    reader = MetricsReader(file)
+    assert reader.read() and [each["step"] for each in reader.lines] == [1, 2]
+    assert not reader.read()
+    with file.open("a") as more:
+        more.write(whole[40:] + "\n")
+    assert reader.read() and [each["step"] for each in reader.lines] == [1, 2, 3]
+    (tmp_path / "new").write_text(json.dumps(line(1)) + "\n")
+    (tmp_path / "new").rename(file)
+    assert reader.read() and [each["step"] for each in reader.lines] == [1]
+
+
+def test_a_resumed_run_has_the_pace_of_its_own_steps() -> None:
+    """The night between both runs is no part of it; the losses and bytes of both count."""
+    now = time.time()
+    before = [line(step, ended_s=now - 50_000 + step) for step in range(1, 11)]
+    after = [line(step, ended_s=now + 4 * step, resumed_at=10) for step in range(11, 21)]
+    numbers = numbers_of(before + after)
+    assert numbers["left_s"] == pytest.approx(4 * 980) and numbers["steps_done"] == 20
+
+
+def test_a_run_that_is_over_or_stands_still_is_called_so(tmp_path: Path) -> None:
+    over = [line(step, steps=20) for step in range(1, 21)]
+    assert "all steps are done" in text_of(over).splitlines()[0]
+    still = [line(step, ended_s=time.time() - 3600) for step in range(1, 3)]
+    assert "no step for 1:00:0" in text_of(still).splitlines()[0]
+    write(tmp_path / "metrics.jsonl", over)
+    result = run_command("watch", tmp_path, env={"COLUMNS": "80"})
+    assert result.exit_code == 0 and "all steps are done" in result.output
+    assert json.loads(run_command("watch", tmp_path, "--json").output)["newest"]["step"] == 20
+    assert "output.directory" in run_command("watch", tmp_path / "nothing").output
+    code = "from infinity.tools.cli.watch import numbers_of; numbers_of([{}][:0])"
+    assert imported_by(code, ("torch", "transformers")) == ([], "")
+
+
+def settings(tmp_path: Path, **output: Any) -> SwapConfig:
+    return SwapConfig.load({
+        "output": {"directory": str(tmp_path / "out"), **output},
+        "model": {"path": str(tmp_path / "base")}, "adapter": {}, "checkpoint": {},
+    })  # fmt: skip
+
+
+def test_the_last_lines_are_commands(tmp_path: Path) -> None:
+    summary = Summary(steps=3, num_parameters=1)
+    assert next_commands(settings(tmp_path), summary) == []
+    summary.interrupted_by, summary.checkpoint = "SIGINT", "out/checkpoints/step-2"
+    go_on, look = next_commands(settings(tmp_path), summary)
+    assert go_on.startswith("next: infinity train CONFIG --resume") and "infinity inspect" in look
+    summary.interrupted_by, summary.export_directory = None, str(tmp_path / "out")
+    text = "\n".join(next_commands(settings(tmp_path), summary))
+    assert f"infinity merge {tmp_path / 'base'} {tmp_path / 'out'} -o merged" in text
+    assert f"infinity chat {tmp_path / 'out'}" in text
+
+
+def test_the_command_of_the_file_is_told_each_event_once(tmp_path: Path) -> None:
+    """One that fails is reported and raises nothing."""
+    console = Console(file=io.StringIO(), width=200)
+    reporter, summary = Reporter(console, steps=9, log_every=1), Summary(steps=9, num_parameters=1)
+    for step in range(1, 41):
+        summary.add(line(step, held_out_loss=1.0 if step == 1 else 1.5 if step % 6 == 0 else None))
+        assert summary.is_on_plateau is (step >= 30)
+    told = tmp_path / "told"
+    code = f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"
+    notices = Notices(settings(tmp_path, notify=f'{sys.executable} -c "{code}"'), summary, reporter)
+    notices.send("plateau", "the loss falls no more")
+    notices.send("plateau", "again")
+    notices.send("end", "done")
+    found = [json.loads(text) for text in told.read_text().splitlines()]
+    assert [each["event"] for each in found] == ["plateau", "end"] and found[0]["steps"] == 40
+    assert found[0]["text"] == "out: the loss falls no more"
+    Notices(settings(tmp_path, notify="exit 3"), summary, reporter).send("end", "done")
+    assert "output.notify failed" in console.file.getvalue()
