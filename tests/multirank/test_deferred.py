@@ -144,7 +144,7 @@ def _looks(rank: int, case: Case) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("placement", [{}, NVME], ids=["host", "nvme"])
+@pytest.mark.parametrize("placement", sampled([{}, NVME], bool), ids=["host", "nvme"])
 def test_looks_and_changes_between_steps_find_updated_state(
     placement: dict[str, str], tmp_path: Path
 ) -> None:

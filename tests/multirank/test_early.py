@@ -121,7 +121,7 @@ def _events(rank: int, case: Case, directory: str) -> tuple[dict[str, Any], dict
             (2, replace(BESIDE, placement={"parameters": "nvme"}, compute="bfloat16")),
             (2, Case(3, {"master": "nvme", "moments": "nvme"}, compute="bfloat16", capacity=ROOMY)),
         ],
-        lambda job: job[0] == 3 or job[1].placement in (NVME, {}),
+        lambda job: job[0] == 3 or not job[1].placement,
     ),
     ids=["nvme", "gradients-on-host", "host", "state-on-host", "weights-on-host"],
 )

@@ -28,7 +28,7 @@ from infinity.errors import InfinityError
 from infinity.testing import SimulatedDevice
 from infinity.tools.training.adapter import save_adapter
 from tests.support.bits import assert_same
-from tests.support.exhaustive import in_turn, sampled
+from tests.support.exhaustive import sampled
 from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from .processes import run_ranks
@@ -190,8 +190,6 @@ def test_ranks_train_over_every_layout_as_one_rank_does(
     are decoded behind the all-gather."""
     is_collective = exchange == "collective"
     ways = [Case(exchange=exchange, steps=3 if is_collective else 2)]
-    if is_collective and name == "int4":
-        ways.append(Case(exchange=exchange, layer_major=True))
     for runs in assert_as_alone([(bases[name], way) for way in ways]):
         for run in runs:
             assert not is_collective or run.counters["ranks_gathered_nbytes"] > 0, run.counters
@@ -199,7 +197,7 @@ def test_ranks_train_over_every_layout_as_one_rank_does(
 
 @pytest.mark.parametrize(
     ("stage", "layer_major"),
-    sampled(product([1, 2, 3], [False, True]), lambda case: case in [(1, False), (3, True)]),
+    sampled(product([1, 2, 3], [False, True]), lambda case: case == (3, True)),
 )
 def test_a_base_in_its_files_gives_the_bits_of_a_copied_one(
     bases: dict[str, Path], stage: int, layer_major: bool
@@ -228,13 +226,17 @@ def test_devices_put_stored_bytes_together_before_they_have_space_to_decode_them
             assert run.counters["ranks_gathered_nbytes"] > 0, run.counters
 
 
-def test_tiles_in_files_train_over_ranks_as_on_one(bases: dict[str, Path]) -> None:
+TILED = Case(tile="64KiB")
+COLLECTIVE = replace(TILED, exchange="collective", steps=4)
+LAYER_MAJOR = replace(COLLECTIVE, layer_major=True, steps=3)
+TILES = {"kept": [("int4", TILED), ("mxfp4", LAYER_MAJOR)], "rest": [("int4", COLLECTIVE)]}
+
+
+@pytest.mark.parametrize("job", sampled(TILES, "kept".__eq__))
+def test_tiles_in_files_train_over_ranks_as_on_one(bases: dict[str, Path], job: str) -> None:
     """One-sided, and put together by devices: also layer-major, where tiles of experts are fetched
     below their block."""
-    tiled = Case(tile="64KiB")
-    collective = replace(tiled, exchange="collective", steps=4)
-    layer_major = replace(collective, layer_major=True, steps=3)
-    wanted = [("int4", tiled), ("int4", collective), ("mxfp4", layer_major)]
+    wanted = TILES[job]
     for runs in assert_as_alone([(bases[name], case) for name, case in wanted]):
         for run, (_, case) in zip(runs, wanted, strict=True):
             assert any("experts" in name for name in run.tiled)
@@ -373,7 +375,7 @@ def error_after(rank: int, bases: str, change: str, case: Case) -> tuple[str, st
     return caught
 
 
-@pytest.mark.parametrize("exchange", ["one_sided", "collective"])
+@pytest.mark.parametrize("exchange", sampled(["one_sided", "collective"], "one_sided".__eq__))
 def test_a_shard_with_other_bytes_is_named_on_every_rank(
     bases: dict[str, Path], tmp_path: Path, exchange: str
 ) -> None:
@@ -384,7 +386,10 @@ def test_a_shard_with_other_bytes_is_named_on_every_rank(
         assert shard in error and "bytes are not those" in error
 
 
-@pytest.mark.parametrize(("exchange", "count"), in_turn(["one_sided", "collective"], [3, 2]))
+@pytest.mark.parametrize(
+    ("exchange", "count"),
+    sampled(product(["one_sided", "collective"], [3, 2]), ("collective", 2).__eq__),
+)
 def test_a_shard_that_one_rank_loses_ends_every_rank_with_its_name(
     bases: dict[str, Path], tmp_path: Path, exchange: str, count: int
 ) -> None:

@@ -93,7 +93,7 @@ def _train(
 
 @pytest.mark.parametrize(
     ("count", "stage", "never"),
-    sampled([(2, 3, ()), (3, 2, ()), (4, 3, (1,))], lambda case: case[0] != 2),
+    sampled([(2, 3, ()), (4, 2, ()), (3, 3, (1,))], lambda case: case[0] == 3),
 )
 def test_ranks_in_lockstep_send_nothing_and_have_the_bits_of_one_sided_ranks(
     count: int, stage: int, never: tuple[int, ...]
@@ -139,7 +139,7 @@ def _clip(rank: int, stage: int, by_call: bool) -> tuple[list[dict[str, float]],
     return counted, found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", sampled([2, 3], (3).__eq__))
 def test_a_look_at_the_norm_before_the_step_costs_ranks_in_lockstep_no_operation(
     stage: int,
 ) -> None:
