@@ -23,6 +23,7 @@ from infinity.distributed.shard_updates import ShardUpdates
 from infinity.distributed.wire import failures
 from infinity.errors import InfinityError, RankError
 from infinity.streaming.updates.unit_update import UnitUpdate
+from tests.support.exhaustive import sampled
 
 from .early_run import counted_updates
 from .models import batch, loss_of

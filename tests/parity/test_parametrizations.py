@@ -33,6 +33,7 @@ from infinity.errors import ConfigError
 from infinity.modules.reading import empty_weights
 from infinity.modules.reading.empty_weights import is_to_come
 from tests.support.bits import assert_same
+from tests.support.exhaustive import in_turn
 from tests.support.offloading import offloaded, swap_config
 
 
@@ -187,8 +188,7 @@ FAMILIES: dict[str, tuple[Any, Any, Callable[[Any], torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("names", ["new", "old"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "names"), in_turn(FAMILIES, ["new", "old"]))
 def test_speech_models_train_as_those_of_from_pretrained(
     family: str, names: str, size: str, tmp_path: Path
 ) -> None:
