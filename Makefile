@@ -30,9 +30,9 @@ exhaustive: setup
 witness: setup
 	$(PYTHON) scripts/witness.py
 
-# Tests of what has changed since main, by tests/INDEX.json (scripts/test_index.py makes it).
+# Tests of what has changed since main: those that import a changed file, or else its folder.
 affected: setup
-	files=$$($(PYTHON) scripts/test_index.py --affected) && $(PYTHON) -m pytest -q $$files tests/tidy
+	files=$$($(PYTHON) scripts/affected_tests.py) && $(PYTHON) -m pytest -q $$files tests/tidy
 
 # A warning is an error. A test of the suite builds the site, too.
 docs: setup
