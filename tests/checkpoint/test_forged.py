@@ -24,7 +24,7 @@ from .harness import durable, run
 KINDS = ("fp32", "bf16", "mixed", "frozen", "conv")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=sampled(KINDS, ("bf16", "conv").__contains__))
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, dict[str, torch.Tensor]]:
@@ -97,7 +97,7 @@ def test_no_value_of_the_table_can_be_forged_so_that_other_weights_are_loaded(
     assert not faults(copy) and what_a_load_does(kind, copy, tmp_path / "s", values) == "right"
     num_places = len(list(leaves(whole)))
     # Each field of a tensor of each piece, and of the rest a part.
-    chosen = drawn.sample(range(num_places), min(num_places, 160))
+    chosen = drawn.sample(range(num_places), min(num_places, 120))
     for number in chosen:
         table = json.loads(json.dumps(whole))
         container, key = list(leaves(table))[number]

@@ -23,7 +23,7 @@ from infinity.tools.training.merge import plan_merge
 
 root = Path(sys.argv[1])
 config = LlamaConfig(
-    hidden_size=1024, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=8,
+    hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8,
     vocab_size=64, tie_word_embeddings=False,
 )
 with torch.device("meta"):
@@ -54,9 +54,9 @@ print(json.dumps(growth))
 
 
 def test_the_result_is_made_with_the_memory_of_one_tensor_of_many(tmp_path: Path) -> None:
-    """120 MiB in matrices of at most 4 MiB; an encoding works on several copies in fp32."""
+    """80 MiB in matrices of at most 4 MiB; an encoding works on several copies in fp32."""
     done = run_script(_CHILD, tmp_path)
     assert done.returncode == 0, done.stderr
     growth = json.loads(done.stdout.splitlines()[-1])
-    assert sum(path.stat().st_size for path in tmp_path.glob("base/*.safetensors")) > 115 * _MIB
+    assert sum(path.stat().st_size for path in tmp_path.glob("base/*.safetensors")) > 75 * _MIB
     assert max(growth.values()) < 60 * _MIB, growth

@@ -66,7 +66,7 @@ KEPT = {("both_passes", "worker"), ("deferred", "host")}
 
 def ladder(part: int) -> list[int]:
     """The first rungs, and a part of the others: they fail in the middle of the same loop."""
-    return [*range(1, 8), *range(8 + 9 * part, 120, 18)]
+    return [*range(1, 8, 2), *range(8 + 9 * part, 120, 18)]
 
 
 def config_for(updates: str, directory: Path, **changes: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_each_read_of_state_on_its_way_that_fails_is_told_or_made_again(
                 assert engine.counters.snapshot()["chunks_read_in_backward"] > 0
             assert_nothing_leaked(engine)
             assert same_bits(expected, actual)
-    assert failures > 6 and (swallowed or updates == "deferred"), "reads in the backward fail, too"
+    assert failures > 4 and (swallowed or updates == "deferred"), "reads in the backward fail, too"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_no_write_of_state_on_its_way_that_fails_is_forgotten(
             assert isinstance(cause, StorageError) and cause.errno == code
             del caught
             settle(engine)
-    assert failures > 10
+    assert failures > 6
 
 
 KILLED = """
@@ -231,7 +231,7 @@ def value_lines(values: Iterable[torch.Tensor]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("updates", "die_at"),
-    [*product(["both_passes"], [1, 7, 12]), *product(["deferred"], [9, 30, 41])],
+    [*product(["both_passes"], [1, 12]), *product(["deferred"], [9, 41])],
 )
 def test_a_run_that_is_killed_with_state_on_its_way_goes_on_from_what_was_saved_last(
     tmp_path: Path, updates: str, die_at: int

@@ -121,7 +121,7 @@ def test_whatever_a_signal_raises_in_a_window_the_next_window_has_its_bits(
         expected = window()
         before = signal.signal(signal.SIGALRM, stop)
         try:
-            for _ in range(60):
+            for _ in range(24):
                 try:
                     signal.setitimer(signal.ITIMER_REAL, source.uniform(1e-4, 0.05), 0.003)
                     for _ in range(100):
@@ -137,7 +137,7 @@ def test_whatever_a_signal_raises_in_a_window_the_next_window_has_its_bits(
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-    assert num_raised >= 55
+    assert num_raised >= 20
     assert set(dropped) <= {raised}
 
 

@@ -111,7 +111,7 @@ def launches(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-slow = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+slow = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @slow
@@ -230,7 +230,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Variants, Kinds]
     forget()
 
 
-@settings(slow, max_examples=5)
+@settings(slow, max_examples=2)
 @given(units([kind for kind in KINDS if isinstance(kind[0], FusedCodec)]), st.integers(0, 17))
 def test_a_trial_compiles_what_later_launches_run(
     variants: tuple[Variants, Kinds], unit: tuple[list[WeightPlace], int, int], offset: int

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.forked import TIME_LIMIT_S, run_script
 
-EVERY = 1 if os.environ.get("INFINITY_KILLS") else 9
+EVERY = 1 if os.environ.get("INFINITY_KILLS") else 16
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_a_trainer_that_is_killed_at_any_effect_of_a_checkpoint_goes_on_from_a_w
     done = run_script(SCRIPT, tmp_path, 1, EVERY, timeout=2 * TIME_LIMIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.strip().splitlines()[-1])
-    assert report["kills"] >= 8, report
+    assert report["kills"] >= 5, report
     newest = report["newest"]
     assert newest == sorted(newest) and set(newest) == {"checkpoint-2", "checkpoint-3"}
-    assert report["leftovers"] >= 3, "kills in the making of a checkpoint, or in a removal"
+    assert report["leftovers"] >= 2, "kills in the making of a checkpoint, or in a removal"
