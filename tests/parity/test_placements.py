@@ -53,7 +53,7 @@ from .harness import (
 )
 from .zoo import ZOO, Batch, Entry, configuration, constructor, seeded
 
-MANY_STEPS, STEPS = 8, 5
+MANY_STEPS, STEPS = 8, 4
 MAX_NORM = 1.155
 VOCAB = 96
 
@@ -116,8 +116,8 @@ def test_the_reference_is_not_idle(model: str, steps: int) -> None:
     record = reference(model, steps)
     assert len(record.norms) == steps and len(record.losses) == 2 * steps
     clipped = sum(bool(norm > MAX_NORM) for norm in record.norms)
-    assert 2 <= clipped <= steps - 2
-    assert sum(record.losses[-4:]) < 0.9 * sum(record.losses[:4])  # Of all four batches.
+    assert 2 <= clipped < steps
+    assert sum(record.losses[-4:]) < 0.95 * sum(record.losses[:4])  # Of all four batches.
 
 
 # --- where and how ----------------------------------------------------------------------------
