@@ -208,7 +208,7 @@ def torch_step_(
         fused_sgd_(
             list(weights), list(gradients), by_name[0] if by_name else [],
             weight_decay=settings.weight_decay, momentum=settings.momentum, lr=settings.lr,
-            dampening=settings.dampening, nesterov=settings.nesterov, maximize=False,
+            dampening=settings.dampening, nesterov=bool(settings.nesterov), maximize=False,
             is_first_step=settings.step == 1,
         )  # fmt: skip
 

@@ -140,7 +140,7 @@ class SGDSettings(Settings):
 
     momentum: float
     dampening: float
-    nesterov: bool
+    nesterov: float  # 0 or 1.
 
     @property
     def rule(self) -> str:

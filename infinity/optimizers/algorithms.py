@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ class AdamW(OffloadedOptimizer):
 
     name: ClassVar[str] = "adamw"
     moments: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq"})
-    _rule: ClassVar[type[AdamSettings]] = AdamWSettings
+    rule: ClassVar[type[Settings]] = AdamWSettings
 
     @override
     def __init__(
@@ -45,22 +44,6 @@ class AdamW(OffloadedOptimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, **options)
 
-    @override
-    def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
-        beta1, beta2 = group["betas"]
-        lr, eps, weight_decay = map(float, (group["lr"], group["eps"], group["weight_decay"]))
-        rule: Any = self._rule
-        return _adam_settings(
-            rule, lr=lr, weight_decay=weight_decay, step=step,
-            beta1=float(beta1), beta2=float(beta2), eps=eps,
-        )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=64)  # Almost always the settings of the next parameter, too.
-def _adam_settings(rule: Any, **numbers: float) -> Settings:
-    settings: Settings = rule(**numbers)
-    return settings
-
 
 class Adam(AdamW):
     """`torch.optim.Adam` for an offloaded model, with the bits of the fused implementation.
@@ -71,7 +54,7 @@ class Adam(AdamW):
     """
 
     name: ClassVar[str] = "adam"
-    _rule: ClassVar[type[AdamSettings]] = AdamSettings
+    rule: ClassVar[type[Settings]] = AdamSettings
 
     def __init__(
         self,
@@ -103,6 +86,7 @@ class SGD(OffloadedOptimizer):
 
     name: ClassVar[str] = "sgd"
     moments: ClassVar[frozenset[str]] = frozenset({"momentum_buffer"})
+    rule: ClassVar[type[Settings]] = SGDSettings
     is_same_in_group: ClassVar[bool] = False  # A momentum begins with the first gradient.
 
     @override
@@ -136,19 +120,11 @@ class SGD(OffloadedOptimizer):
 
     @override
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
-        momentum = float(group["momentum"])
         # The rule begins the momentum at the first `step`. A momentum of 0 at that step begins
         # later.
-        if momentum:
+        if group["momentum"]:
             step = max(step, 2) if param.spec in self._begun else 1
-        return SGDSettings(
-            lr=float(group["lr"]),
-            momentum=momentum,
-            dampening=float(group["dampening"]),
-            weight_decay=float(group["weight_decay"]),
-            nesterov=bool(group["nesterov"]),
-            step=step,
-        )
+        return super().settings_of(group, param, step)
 
     def _note_step(self, settings: Mapping[TensorSpec, Settings]) -> None:
         self._begun.update(spec for spec, own in settings.items() if own.state_names)
@@ -181,6 +157,7 @@ class Lion(OffloadedOptimizer):
 
     name: ClassVar[str] = "lion"
     moments: ClassVar[frozenset[str]] = frozenset({"exp_avg"})
+    rule: ClassVar[type[Settings]] = LionSettings
 
     def __init__(
         self,
@@ -192,17 +169,6 @@ class Lion(OffloadedOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, **options)
-
-    @override
-    def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
-        beta1, beta2 = group["betas"]
-        return LionSettings(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            weight_decay=float(group["weight_decay"]),
-            step=step,
-        )
 
 
 OPTIMIZERS: dict[str, type[OffloadedOptimizer]] = {

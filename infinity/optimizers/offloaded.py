@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -55,6 +56,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     name: ClassVar[str]  # The value of `[optimizer] name`.
     moments: ClassVar[frozenset[str]]  # All moments that the rule can keep of a parameter.
+    rule: ClassVar[type[Settings]]  # Has the defaults of the optimizer, with beta1 and beta2.
     # Whether the settings of a step are the same for all parameters of a group.
     is_same_in_group: ClassVar[bool] = True
     # Accelerate does not wrap a prepared optimizer again.
@@ -125,7 +127,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         """Returns the settings of one step of one parameter. `step` counts from 1."""
-        raise NotImplementedError
+        del param  # Those of SGD depend on it.
+        numbers = {key: float(group[key]) for key in self.defaults if key != "betas"}
+        if "betas" in group:
+            numbers["beta1"], numbers["beta2"] = map(float, group["betas"])
+        rule: Any = self.rule
+        return _settings(rule, step=step, **numbers)
 
     # -- Groups ----------------------------------------------------------------------------------
 
@@ -423,6 +430,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _take_settings(self, groups: list[dict[str, Any]]) -> None:
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+@functools.lru_cache(maxsize=64)  # Almost always the settings of the next parameter, too.
+def _settings(rule: Any, **numbers: float) -> Settings:
+    settings: Settings = rule(**numbers)
+    return settings
 
 
 def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
