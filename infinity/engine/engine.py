@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -75,14 +75,6 @@ T = TypeVar("T")
 ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
-class Background(Protocol):
-    """A thread beside training that uses the tiers."""
-
-    def close(self) -> None:
-        """Waits until the thread has ended or failed. An interrupt of the wait ends the thread at
-        once."""
-
-
 @dataclass(eq=False, repr=False)
 class Engine(Closing):
     """The engine of an offloaded model. `infinity.offload` makes it, `engine_of` finds it."""
@@ -107,7 +99,8 @@ class Engine(Closing):
     ranks: Ranks
     update_device: UpdateDevice  # The device that computes this rank's updates.
     resources: ExitStack  # Closes device, volume, storage engine and arena, in that order.
-    background: Background | None = field(default=None, init=False)  # Closed before the tiers are.
+    # A thread that uses the tiers, and is closed before they are.
+    background: Closing | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
         kind, units = type(self.model).__name__, len(self.store.units)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
+from typing_extensions import override
 
 from infinity.distributed.store import DistributedStore
 from infinity.modules.interrupts import UNINTERRUPTED
+from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.state.moments_8bit import states_within
 from infinity.state.partition import Partition
 from infinity.state.store import StateStore, Transfer, await_end
@@ -26,6 +27,7 @@ from infinity.state.units import (
     chunk_unit,
     weight_of,
 )
+from infinity.storage.closing import Closing
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.weights.cache import WeightCache
@@ -45,6 +47,11 @@ class Part:
     start: int
     values: torch.Tensor
     scales: torch.Tensor | None = None
+
+    def wide(self, kind: StateKind) -> torch.Tensor:
+        """Returns the values of a moment in fp32."""
+        codes, scales = self.values, self.scales
+        return codes if scales is None else decode(State8Bit(codes, scales), kind.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +202,7 @@ class StateAccess:
                 self.gradients.forget(spec)
 
 
-class _LentBlock:
+class _LentBlock(Closing):
     """A block of the pool for one transfer at a time, freed at the end of a `with` block.
 
     INV-2: where Ctrl-C ends the wait for a transfer, the block is freed behind that transfer.
@@ -224,10 +231,8 @@ class _LentBlock:
             )
         self._transfer.wait()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
+    @override
+    def close(self) -> None:
         with UNINTERRUPTED:
             await_end(self._transfer)
             self._pool.free(self.block)

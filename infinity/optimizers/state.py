@@ -15,7 +15,6 @@ import torch
 from infinity.engine.engine import Engine
 from infinity.errors import UnsupportedError
 from infinity.modules.autograd.param import OffloadedParam
-from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.private.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map_only
 from infinity.state.units import StateKind
 
@@ -189,8 +188,6 @@ def read_moment(engine: Engine, param: OffloadedParam, kind: StateKind) -> torch
     with engine.at_rest("optimizer.state") as state:
         for part in state.parts(param.unit, kind):
             if part.spec is param.spec:
-                values = part.values
-                if part.scales is not None:
-                    values = decode(State8Bit(values, part.scales), kind.value)
+                values = part.wide(kind)
                 flat[part.start : part.start + values.numel()] = values
     return flat.as_strided(facts.shape, facts.stride)

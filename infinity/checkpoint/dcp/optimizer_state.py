@@ -10,7 +10,6 @@ from torch import nn
 from infinity.checkpoint.reader import full_state
 from infinity.engine.registry import engine_of
 from infinity.errors import UnsupportedError
-from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.optimizers.offloaded import OffloadedOptimizer
 
 
@@ -50,9 +49,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dic
                     full = moments[part.spec.name][state_kind.value].as_strided(
                         (part.spec.numel,), (1,)
                     )
-                    values = part.values
-                    if part.scales is not None:
-                        values = decode(State8Bit(values, part.scales), state_kind.value)
+                    values = part.wide(state_kind)
                     full[part.start : part.start + values.numel()] = values
         answer, named = optimizer.state_dict(), optimizer.named_state()
         names = [name for group in named["groups"] for name in group["params"]]

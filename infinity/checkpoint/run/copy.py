@@ -22,6 +22,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from typing_extensions import override
+
 from infinity.checkpoint.durable import check_space, new_file
 from infinity.checkpoint.run.contents import write_small
 from infinity.checkpoint.run.directory import (
@@ -45,6 +47,7 @@ from infinity.checkpoint.run.format import (
 from infinity.errors import InfinityError, StorageError
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, ExpectedRange
+from infinity.storage.closing import Closing
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
 
 _BLOCK_NBYTES = 4 * MIB
@@ -60,7 +63,7 @@ class Orders:
     hurry: threading.Event = field(default_factory=threading.Event)
 
 
-class Saving:
+class Saving(Closing):
     """A checkpoint that is being written by a thread of its own. All methods are thread-safe.
 
     The step is committed in the swap directory before the copy begins, so a crash loses nothing:
@@ -126,6 +129,7 @@ class Saving:
         """Whether `abandon` has stopped the copy."""
         return isinstance(self._failure, _AbandonedError)
 
+    @override
     def close(self) -> None:
         """Waits for the end of the copy, raises none of its errors; an interrupt abandons it."""
         self.hurry()
