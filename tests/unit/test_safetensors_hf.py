@@ -66,7 +66,7 @@ def collect(directory: Path, model: torch.nn.Module, **options) -> dict[str, tor
         assert name not in written, f"{name} was written twice"
         written[name] = tensor
 
-    weight_source(directory).load_into(model, write, **options)
+    weight_source(directory).plan(model, **options).load(write)
     return written
 
 
@@ -146,7 +146,8 @@ def test_head_checkpoint_feeds_a_base_model_and_names_what_is_left_over(tmp_path
     with torch.device("meta"):
         base = transformers.LlamaModel(make_config("llama"))
 
-    plan = weight_source(tmp_path).load_into(base, lambda name, tensor: None)
+    plan = weight_source(tmp_path).plan(base)
+    plan.load(lambda name, tensor: None)
 
     assert plan.missing == [] and plan.unexpected == ["lm_head.weight"]
 
@@ -225,7 +226,7 @@ def test_missing_tensor_is_refused_before_anything_is_written(tmp_path):
     safetensors.torch.save_file(tensors, file)
 
     with pytest.raises(ConfigError, match=r"lacks 'model\.layers\.1\.mlp\.up_proj\.weight'"):
-        weight_source(tmp_path).load_into(make_empty("llama"), never)
+        weight_source(tmp_path).plan(make_empty("llama")).load(never)
     plan = weight_source(tmp_path).plan(make_empty("llama"), strict=False)
     assert plan.missing == ["model.layers.1.mlp.up_proj.weight"]
 
@@ -238,7 +239,7 @@ def test_wrong_shape_names_file_tensor_and_both_shapes(tmp_path):
         model = AutoModelForCausalLM.from_config(config)
 
     with pytest.raises(ConfigError, match=r"model\.safetensors: tensor .*\(.*32.*\).*\(.*48.*\)"):
-        weight_source(tmp_path).load_into(model, never)
+        weight_source(tmp_path).plan(model).load(never)
 
 
 def test_missing_expert_is_refused_by_shape(tmp_path):
@@ -250,7 +251,7 @@ def test_missing_expert_is_refused_by_shape(tmp_path):
     safetensors.torch.save_file(tensors, file)
 
     with pytest.raises(ConfigError, match="experts"):
-        weight_source(tmp_path).load_into(make_empty("mixtral"), never)
+        weight_source(tmp_path).plan(make_empty("mixtral")).load(never)
 
 
 def sharded(tmp_path: Path) -> tuple[Path, dict]:
@@ -330,7 +331,7 @@ def test_truncated_shard_is_refused_before_anything_is_written(tmp_path):
     last.write_bytes(last.read_bytes()[:-4])
 
     with pytest.raises(CorruptionError, match=last.name):
-        weight_source(tmp_path).load_into(make_empty("llama"), never)
+        weight_source(tmp_path).plan(make_empty("llama")).load(never)
 
 
 def test_directory_without_weights_is_refused_with_its_content(tmp_path):

@@ -30,7 +30,7 @@ growth = {
     "export": growth_nbytes(
         lambda: export_safetensors(model, directory, max_shard_nbytes=limit, read=read)
     ),
-    "import": growth_nbytes(lambda: weight_source(directory).load_into(model, write)),
+    "import": growth_nbytes(lambda: weight_source(directory).plan(model).load(write)),
 }
 print(json.dumps(growth))
 """

@@ -104,14 +104,6 @@ class WeightSource(WeightTensors):
             source=self, view=view, groups=kept, missing=missing, unexpected=unexpected
         )
 
-    def load_into(
-        self, model: nn.Module, write: Write, *, strict: bool = True, ignore: Sequence[str] = ()
-    ) -> ImportPlan:
-        """Runs `plan` and `load`; returns the plan. Raises as these."""
-        plan = self.plan(model, strict=strict, ignore=ignore)
-        plan.load(write)
-        return plan
-
 
 def _match(
     source: WeightTensors, view: ModelView, groups: Sequence[TensorGroup]
