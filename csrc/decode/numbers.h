@@ -191,13 +191,20 @@ inline std::uint64_t spread(std::uint64_t nibbles) noexcept {
   return (nibbles | nibbles << 12) & 0x000F000F000F000FU;
 }
 
-// Codes of a field, or-ed into `codes` from bit `shift` on.
+// Codes of a field, put into `codes`, or or-ed into them from bit `shift` on.
 inline void add_field(const Field& field, const std::uint8_t* record, unsigned numel,
                       unsigned shift, std::uint8_t* __restrict codes) noexcept {
   const std::uint8_t* __restrict from = record + field.at;
   const unsigned mask = (1U << field.bits) - 1U;
   for (unsigned done = 0; done < numel; from += field.run) {
     for (unsigned bit = 0; bit < 8; bit += field.bits, done += field.run) {
+      if (shift == 0) {
+        for (unsigned i = 0; i < field.run; ++i) {
+          const unsigned code = (static_cast<unsigned>(from[i]) >> bit) & mask;
+          codes[done + i] = static_cast<std::uint8_t>(code);
+        }
+        continue;
+      }
       for (unsigned i = 0; i < field.run; ++i) {
         const unsigned code = (static_cast<unsigned>(from[i]) >> bit) & mask;
         codes[done + i] = static_cast<std::uint8_t>(codes[done + i] | (code << shift));
@@ -206,21 +213,34 @@ inline void add_field(const Field& field, const std::uint8_t* record, unsigned n
   }
 }
 
+inline void unpack_record(const Record& record, const std::uint8_t* from,
+                          std::uint8_t* __restrict codes) noexcept {
+  add_field(record.low, from, record.numel, 0, codes);
+  if (record.high.bits != 0) add_field(record.high, from, record.numel, record.low.bits, codes);
+  if (record.low.bits != 8) return;
+  for (unsigned i = 0; i < record.numel; ++i) codes[i] ^= 0x80U;  // Bytes are signed.
+}
+
 // Codes of a row of records, from `column` on.
 inline void unpack_fields(const PackedMatrix& matrix, std::size_t row, std::size_t column,
                           std::size_t numel, std::uint8_t* __restrict out) noexcept {
   const Record& record = matrix.record;
   const std::size_t row_nbytes = matrix.num_columns / record.numel * record.nbytes;
-  const std::uint8_t* records = matrix.words + row * row_nbytes;
-  const std::uint8_t flipped = record.low.bits == 8 ? 0x80 : 0;  // Bytes are signed.
-  for (std::size_t done = 0; done < numel;) {
-    std::uint8_t codes[Record::kMaxNumel] = {};
-    const std::uint8_t* from = records + (column + done) / record.numel * record.nbytes;
-    add_field(record.low, from, record.numel, 0, codes);
-    if (record.high.bits != 0) add_field(record.high, from, record.numel, record.low.bits, codes);
-    for (std::size_t i = (column + done) % record.numel; i < record.numel && done < numel; ++i) {
-      out[done++] = codes[i] ^ flipped;
+  const std::uint8_t* from =
+      matrix.words + row * row_nbytes + column / record.numel * record.nbytes;
+  std::size_t skipped = column % record.numel;
+  for (std::size_t done = 0; done < numel; from += record.nbytes) {
+    const std::size_t left = record.numel - skipped;
+    const std::size_t count = left < numel - done ? left : numel - done;
+    if (count == record.numel) {
+      unpack_record(record, from, out + done);
+    } else {
+      std::uint8_t codes[Record::kMaxNumel];
+      unpack_record(record, from, codes);
+      __builtin_memcpy(out + done, codes + skipped, count);
     }
+    done += count;
+    skipped = 0;
   }
 }
 

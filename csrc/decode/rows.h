@@ -133,12 +133,12 @@ inline void load_zeros(const Job& job, std::size_t row, std::size_t column, std:
     return;
   }
   std::uint8_t zeros[GroupSpan::kNumel];
-  for (std::size_t i = 0; job.zeros.words == nullptr && i < numel; ++i) zeros[i] = job.zero;
-  if (job.zeros.words != nullptr) unpack(job.zeros, row, column, numel, zeros);
+  unpack(job.zeros, row, column, numel, zeros);
   for (std::size_t i = 0; i < numel; ++i) out[i] = static_cast<float>(zeros[i]);
 }
 
-// Those of a row whose groups lie across it.
+// Those of a row whose groups lie across it. Zeros and minima stay as they are where none are
+// stored.
 inline void load_across(const Job& job, std::size_t row, std::size_t column, std::size_t numel,
                         GroupSpan& span) noexcept {
   for (std::size_t i = 0; i < numel;) {
@@ -146,13 +146,14 @@ inline void load_across(const Job& job, std::size_t row, std::size_t column, std
     const std::size_t next = (group + 1) * job.group - column;
     const std::size_t end = job.order != nullptr ? i + 1 : smaller(numel, next);
     const GroupNumbers of = group_at(job, row * job.num_groups + group);
-    float zero = 0.0F;
-    load_zeros(job, row, group, 1, &zero);
-    for (; i < end; ++i) {
-      span.scales[i] = of.scale;
-      span.minima[i] = of.minimum;
-      span.zeros[i] = zero;
+    for (std::size_t at = i; at < end; ++at) span.scales[at] = of.scale;
+    for (std::size_t at = i; job.minima != nullptr && at < end; ++at) span.minima[at] = of.minimum;
+    if (job.zeros.words != nullptr) {
+      float zero = 0.0F;
+      load_zeros(job, row, group, 1, &zero);
+      for (std::size_t at = i; at < end; ++at) span.zeros[at] = zero;
     }
+    i = end;
   }
 }
 
@@ -160,7 +161,7 @@ inline void load_across(const Job& job, std::size_t row, std::size_t column, std
 inline void load_down(const Job& job, std::size_t group, std::size_t column, std::size_t numel,
                       GroupSpan& span) noexcept {
   numbers_at(job, job.scales, group * job.num_columns + column, numel, span.scales);
-  load_zeros(job, group, column, numel, span.zeros);
+  if (job.zeros.words != nullptr) load_zeros(job, group, column, numel, span.zeros);
 }
 
 // Elements of numbers whose groups are known.
@@ -187,6 +188,8 @@ void affine_rows(const Job& job, std::size_t row, std::size_t num_rows, std::siz
   std::uint8_t codes[GroupSpan::kNumel];
   float numbers[GroupSpan::kNumel];
   const bool has_floats = job.zeros.packing == Packing::kFloats;
+  for (float& zero : span.zeros) zero = static_cast<float>(job.zero);
+  for (float& minimum : span.minima) minimum = 0.0F;
   for (std::size_t done = 0; done < numel; done += GroupSpan::kNumel) {
     const std::size_t first = column + done;
     const std::size_t count = smaller(GroupSpan::kNumel, numel - done);

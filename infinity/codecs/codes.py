@@ -27,7 +27,7 @@ def decode_natively(
     """Fills `out` by the native kernels. `offset`: is added to scales that were nested."""
     named = dict(zip(layout.part_names, parts, strict=True))
     values: Sequence[float] = _VALUES.get(layout.values, ())
-    if layout.values == "INT" and layout.bits == 4 and isinstance(layout.zeros, int):
+    if layout.values == "INT" and layout.has_pairs and isinstance(layout.zeros, int):
         values = [float(code - layout.zeros) for code in range(16)]
     if "table" in named:
         values = typed(named["table"], torch.float32).tolist()
