@@ -226,7 +226,7 @@ def _assemble(
         store=store, pool=tiers.host, device=device, weight_cache=weight_cache,
         gradients=gradients, updater=updater, masters=masters, ranks=ranks,
         activations=activations, waiting=WaitingMemory(waiting), passes=passes,
-        outside_blocks=plan.layout.units_by_block()[0], counters=counters,
+        outside_blocks=plan.layout.nesting.units_by_block()[0], counters=counters,
         update_device=update_device, resources=resources,
     )  # fmt: skip
 

@@ -102,12 +102,12 @@ def lay_out(
         sharding = None
         if agreed is not None and ranks is not None:
             sharding = plan_sharding(
-                units, layout.units_by_block(), ranks,
+                units, layout.nesting.units_by_block(), ranks,
                 config.distributed, config.placement.parameters, devices=agreed,
             )  # fmt: skip
             units = list(sharding.partition.full_units)
         in_use = weights_in_use(
-            units, [unit.weight_nbytes for unit in units], layout.held_nbytes,
+            units, [unit.weight_nbytes for unit in units], layout.nesting.most_nbytes,
             shares_host_memory=machine.shares_host_memory,
         )  # fmt: skip
         if sharding is None:

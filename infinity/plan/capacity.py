@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,79 +16,54 @@ from infinity.config.schema import changed
 from infinity.distributed.setup import ShardingPlan
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.hardware import Hardware
-from infinity.plan.model import PlannedModel
-from infinity.plan.node import NodeView, blocks_of
-from infinity.plan.tiles import largest_nbytes, with_tiles
+from infinity.plan.layout import PlannedModel
+from infinity.plan.node import NodeView
 from infinity.sizes import format_nbytes
-from infinity.state.budgets import (
-    Budgets,
-    MachineSizes,
-    WeightsInUse,
-    compute_budgets,
-    weights_in_use,
-)
+from infinity.state.budgets import Budgets, MachineSizes, compute_budgets
 from infinity.state.placement import StatePlacement, resting_nbytes
 from infinity.state.tiles import decodes_experts, fit
 from infinity.state.units import Unit
 from infinity.storage.volume_layout import SPARES_REMEDY
 
-Fitted = tuple[PlannedModel, ShardingPlan | None, Budgets]
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A model with the tiles that the engine would make. `sharding` is None with one rank."""
+
+    model: PlannedModel
+    sharding: ShardingPlan | None
+    budgets: Budgets
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The units that rest here: with ranks, shards."""
+        return self.model.units if self.sharding is None else self.sharding.partition.units
 
 
 def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fitted:
-    """Returns the model with the tiles that the engine would make."""
+    """Returns the model with the largest tiles that the machine has space for."""
     config, hardware = node.config_of_rank, node.hardware_of_rank
     # A share of the node's memory means a share of this rank's part.
     takes_all = node.count > 1 and config.distributed.budgets == "rank"
-    shares_host_memory = hardware.shares_host_memory
-
     available_nbytes = hardware.host.memory * (node.count if takes_all else 1)
-    machine = MachineSizes(shares_host_memory, window_nbytes, available_nbytes)
+    machine = MachineSizes(hardware.shares_host_memory, window_nbytes, available_nbytes)
 
     def attempt(limit_nbytes: int | None) -> Fitted:
-        tiled = with_tiles(model, limit_nbytes)
-        if not tiled.has_base_in_place:
-            in_use = WeightsInUse(tiled.held_nbytes, tiled.held_nbytes)
-        else:
-            assert tiled.frozen is not None
-            tiled = replace(tiled, units=tiled.frozen.in_place(tiled.units))
-            in_use = _in_use(tiled, shares_host_memory=shares_host_memory)
+        tiled = model.with_tiles(limit_nbytes)
+        in_use = tiled.in_use(shares_host_memory=hardware.shares_host_memory)
         sharding = node.plan_sharding(tiled, window_nbytes)
         if sharding is not None:
-            return tiled, sharding, sharding.budgets(config, in_use, machine)
-        return tiled, None, compute_budgets(config, tiled.units, in_use, machine)
+            return Fitted(tiled, sharding, sharding.budgets(config, in_use, machine))
+        return Fitted(tiled, None, compute_budgets(config, tiled.units, in_use, machine))
 
     def has_space_ahead(found: Fitted) -> bool:
-        tiled, _, budgets = found
-        return budgets.has_space_ahead(max(tiled.attached_nbytes(unit) for unit in tiled.units))
+        largest_nbytes = max(unit.weight_nbytes for unit in found.model.units)
+        return found.budgets.has_space_ahead(largest_nbytes)
 
     def decodes(found: Fitted) -> bool:
-        tiled, _, budgets = found
-        return decodes_experts(budgets, tiled.units)
+        return decodes_experts(found.budgets, found.model.units)
 
-    return fit(config.schedule.tile, attempt, has_space_ahead, decodes, largest_nbytes(model))
-
-
-def _in_use(model: PlannedModel, *, shares_host_memory: bool) -> WeightsInUse:
-    """Returns the weights that nested modules use at once, as the engine counts them."""
-    return weights_in_use(
-        model.units,
-        [model.attached_nbytes(unit) for unit in model.units],
-        partial(_most_at_once, model),
-        shares_host_memory=shares_host_memory,
-    )
-
-
-def _most_at_once(model: PlannedModel, nbytes_of_unit: Sequence[int]) -> int:
-    """Returns the most bytes that are in use at the same time: a block's own, and those of one of
-    its tiles."""
-    own: dict[int | None, int] = {}
-    tile: dict[int | None, int] = {}
-    for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True):
-        largest = tile if hooked.is_tile else own
-        nbytes = sum(nbytes_of_unit[unit] for unit in hooked.units)
-        largest[block] = max(largest.get(block, 0), nbytes)
-    return max(nbytes + tile.get(block, 0) for block, nbytes in own.items())
+    return fit(config.schedule.tile, attempt, has_space_ahead, decodes, model.largest_nbytes)
 
 
 def window_nbytes_of(config: SwapConfig, hardware: Hardware) -> int | None:
@@ -157,15 +131,6 @@ def _refuse_large_checkpoint(
             remedy="spread the files over more drives (infinity spread), or take larger ones",
             detail=f"the checkpoint of {model.name} does not fit {drives} of {nvme.drives} drives",
         )  # fmt: skip
-
-
-def most_decoded_nbytes(model: PlannedModel) -> int:
-    """Returns the most bytes of weights that are decoded at the same time: a block's own, and those
-    of one chunk of its experts."""
-    frozen = model.frozen
-    if frozen is None:
-        return 0
-    return _most_at_once(model, [frozen.decoded_nbytes(unit) for unit in model.units])
 
 
 def with_checkpoint_tier(config: SwapConfig) -> SwapConfig:

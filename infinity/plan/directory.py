@@ -32,8 +32,9 @@ from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
 from infinity.plan.files import shapes_remedy
 from infinity.plan.frozen_base import (
+    PartKey,
+    Place,
     PlannedPart,
-    StoredBlock,
     StoredModel,
     stored_bytes,
     stored_experts,
@@ -67,13 +68,6 @@ class ModelDirectory:
     shape: ModelShape
     stored: StoredModel
     files: tuple[Path, ...]
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether some weights are codes, which cannot be trained."""
-        return any(
-            block.experts.is_encoded or block.rest.is_encoded for block in self.stored.blocks
-        )
 
     @property
     def num_drives(self) -> int:
@@ -158,59 +152,48 @@ class _PartHeaders:
 
 @dataclass(slots=True)
 class _ModelHeaders:
-    """The tensors by block and part, as headers are read."""
+    """The tensors by part, as headers are read."""
 
     shape: ModelShape
-    blocks: defaultdict[tuple[int, bool], _PartHeaders] = field(
-        default_factory=lambda: defaultdict(_PartHeaders)
-    )
-    outside: defaultdict[str, _PartHeaders] = field(
+    parts: defaultdict[PartKey, _PartHeaders] = field(
         default_factory=lambda: defaultdict(_PartHeaders)
     )
 
     def add(self, info: TensorInfo, path: str) -> None:
         """Counts a tensor of a file."""
         found = _BLOCK.search(info.name)
-        layer = int(found[1]) if found else -1
-        if _UNREAD.search(info.name) or layer >= len(self.shape.blocks):
-            self.outside["unused"].add(info, path)
+        place: Place = int(found[1]) if found else _place_outside(info.name)
+        of_experts = False
+        if _UNREAD.search(info.name) or (found and int(found[1]) >= len(self.shape.blocks)):
+            place = "unused"
         elif found:
-            is_experts = "experts" in found[2].split(".")
-            num_experts = self.shape.blocks[layer].num_experts if is_experts else 0
-            self.blocks[layer, is_experts].add(info, path, num_experts)
-        else:
-            self.outside[_part_outside(info.name)].add(info, path)
+            of_experts = "experts" in found[2].split(".")
+        num_experts = self._num_experts(place) if of_experts else 0
+        self.parts[place, of_experts].add(info, path, num_experts)
+
+    def _num_experts(self, place: Place) -> int:
+        return self.shape.blocks[place].num_experts if isinstance(place, int) else 0
 
     def stored(self, directory: Path, format_name: str) -> StoredModel:
         """Returns what training reads. Raises ConfigError if a block has no weights."""
-        layers = range(len(self.shape.blocks))
         for layer, block in enumerate(self.shape.blocks):
-            if not self.blocks[layer, False].nbytes:
+            if not self.parts[layer, False].nbytes:
                 raise ConfigError(
-                    f"{directory}: config.json has {len(layers)} layers, and no file has weights "
-                    f"of layer {layer}; download all files"
+                    f"{directory}: config.json has {len(self.shape.blocks)} layers, and no file "
+                    f"has weights of layer {layer}; download all files"
                 )
             self._compare(directory, layer, block)
-        unused_nbytes = self.outside["unused"].nbytes
+        unused_nbytes = self.parts["unused", False].nbytes
         unused = [f"{format_nbytes(unused_nbytes)} of the files are not read"] * bool(unused_nbytes)
-        return StoredModel(
-            blocks=tuple(
-                StoredBlock(
-                    experts=self.blocks[layer, True].stored(self.shape.blocks[layer].num_experts),
-                    rest=self.blocks[layer, False].stored(),
-                )
-                for layer in layers
-            ),
-            embedding=self.outside["embedding"].stored(),
-            norm=self.outside["norm"].stored(),
-            head=self.outside["head"].stored(),
-            formats="; ".join([format_name, *unused]),
-            unused_nbytes=unused_nbytes,
-        )
+        parts = {
+            (place, of_experts): part.stored(self._num_experts(place) if of_experts else 0)
+            for (place, of_experts), part in self.parts.items()
+        }
+        return StoredModel(parts, formats="; ".join([format_name, *unused]))
 
     def _compare(self, directory: Path, layer: int, block: BlockShape) -> None:
         """Raises ConfigError for a layer that has other sizes in the files than its class has."""
-        parts = [self.blocks[layer, of_experts] for of_experts in (True, False)]
+        parts = [self.parts[layer, of_experts] for of_experts in (True, False)]
         found, wanted = sum(part.numel for part in parts), numel_of(block.weights)
         if any(part.is_encoded for part in parts) or abs(found - wanted) <= wanted * _MOST_OTHER:
             return
@@ -220,7 +203,7 @@ class _ModelHeaders:
         )
 
 
-def _part_outside(name: str) -> str:
+def _place_outside(name: str) -> Place:
     parts = name.split(".")
     if any(part in ("embed_tokens", "wte", "word_embeddings") for part in parts):
         return "embedding"

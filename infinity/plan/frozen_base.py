@@ -1,13 +1,12 @@
-"""The facts about a frozen base that its forecast needs beside units and work."""
+"""The bytes of a model in its checkpoint: where training reads a frozen base."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from typing import Literal
 
 import torch
 from typing_extensions import override
@@ -15,84 +14,14 @@ from typing_extensions import override
 from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4, nvfp4
 from infinity.codecs import stored_nbytes as nbytes_of_parts
 from infinity.codecs.part import Decoder
-from infinity.config import AdapterConfig
 from infinity.errors import ConfigError
-from infinity.plan.shapes import ModelShape, numel_of
-from infinity.sizes import PAGE_NBYTES, align_up
-from infinity.state.stored import (
-    StoredSlice,
-    StoredTensor,
-    StoredWeights,
-    lay_out_stored,
-    stored_tiles,
-)
-from infinity.state.units import TensorFacts, Unit
+from infinity.plan.shapes import ModelShape, Weight
+from infinity.state.stored import StoredSlice, StoredTensor
 from infinity.storage.protocol import FileRange
 
-
-@dataclass(frozen=True, slots=True)
-class FrozenBase:
-    """The frozen weights of a model. `decoded_per_byte` has, by tensor, the bytes that one stored
-    byte becomes on the device; tensors that are used as they are stored are left out. `tensors` has
-    the ranges of files, by tensor; empty if the files are not there. `is_copied`: the engine copies
-    the weights, decoded, to the tiers of `parameters`, and reads them there."""
-
-    stored: StoredModel
-    adapter: AdapterConfig
-    num_params: int
-    trained_params: int
-    decoded_per_byte: Mapping[str, float]
-    tensors: Mapping[str, StoredTensor]
-    is_copied: bool = False
-
-    def in_place(self, units: Sequence[Unit]) -> tuple[Unit, ...]:
-        """Returns the units with frozen weights in the files of their checkpoint, and the pages
-        that a read of them takes: the engine's own functions cut and cover the ranges."""
-        specs = [spec.facts for unit in units if not unit.state_numel for spec in unit.tensors]
-        tiles: defaultdict[str, list[TensorFacts]] = defaultdict(list)
-        for facts in specs:
-            tiles[_full_name(facts.name)].append(facts)
-        found: dict[str, StoredTensor] = {}
-        for name, parts in tiles.items():
-            starts = list(accumulate((facts.shape[0] for facts in parts), initial=0))
-            cut = stored_tiles(self.tensors.get(name, ()), starts)
-            assert cut is not None
-            found.update(zip((facts.name for facts in parts), cut, strict=True))
-
-        def stored(unit: Unit) -> StoredWeights:
-            if not self.tensors:
-                return StoredWeights(unit.weight_nbytes, (), ())
-            return lay_out_stored({spec.name: found[spec.name] for spec in unit.tensors})
-
-        return tuple(u if u.state_numel else replace(u, stored=stored(u)) for u in units)
-
-    def decoded_nbytes(self, unit: Unit) -> int:
-        """Returns the bytes of a unit's weights (or of a chunk's) that are decoded for a use."""
-        return int(
-            sum(
-                tensor.weight_nbytes * self.decoded_per_byte.get(_full_name(tensor.name), 0.0)
-                for tensor in unit.tensors
-            )
-        )
-
-    def attached_per_byte(self, tensor: str) -> float:
-        """Returns the bytes that a stored byte of a tensor is where the device computes."""
-        return self.decoded_per_byte.get(_full_name(tensor), 1.0)
-
-    def attached_nbytes(self, unit: Unit) -> int:
-        """Returns the bytes of a unit's weights where the device computes with them."""
-        if unit.state_numel:
-            return unit.weight_nbytes
-        tensors = unit.tensors
-        found = sum(
-            tensor.weight_nbytes * self.attached_per_byte(tensor.name) for tensor in tensors
-        )
-        return align_up(int(found), PAGE_NBYTES)
-
-
-def _full_name(tensor: str) -> str:
-    """Returns the name of the tensor of which a chunk is a part."""
-    return tensor.partition(".tiles.")[0]
+# Where weights are used: the number of a block, or a place outside blocks. No pass reads "unused".
+Place = int | Literal["embedding", "norm", "head", "unused"]
+PartKey = tuple[Place, bool]  # With whether they are of routed experts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +39,31 @@ class PlannedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """The weights of a block: routed experts (no bytes without), and the rest."""
-
-    experts: PlannedPart
-    rest: PlannedPart
-
-
-@dataclass(frozen=True, slots=True)
 class StoredModel:
-    """Bytes of the model. `head` has none if the embedding is the head. `formats` names the
-    formats, for a reader. `unused_nbytes` are in the files, but no pass reads them."""
+    """The parts of a model. There is no "head" if the embedding is the head. `formats` names the
+    formats, for a reader."""
 
-    blocks: tuple[StoredBlock, ...]
-    embedding: PlannedPart
-    norm: PlannedPart
-    head: PlannedPart
+    parts: Mapping[PartKey, PlannedPart]
     formats: str
-    unused_nbytes: int = 0
+
+    def part(self, place: Place, *, of_experts: bool = False) -> PlannedPart:
+        """Returns the weights of a place; of no bytes if there are none."""
+        return self.parts.get((place, of_experts), PlannedPart(0))
+
+    @property
+    def unused_nbytes(self) -> int:
+        """Bytes in the files that no pass reads."""
+        return self.part("unused").nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes that training reads."""
-        blocks = sum(block.experts.nbytes + block.rest.nbytes for block in self.blocks)
-        return blocks + self.embedding.nbytes + self.norm.nbytes + self.head.nbytes
+        return sum(part.nbytes for part in self.parts.values()) - self.unused_nbytes
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether some weights of blocks are codes, which cannot be trained."""
+        return any(p.is_encoded for (place, _), p in self.parts.items() if isinstance(place, int))
 
 
 class _PlannedBytes(Decoder):
@@ -188,28 +118,30 @@ def joined(ranges: Iterable[FileRange]) -> tuple[FileRange, ...]:
 
 def stored_of_shape(shape: ModelShape) -> StoredModel:
     """Returns the bytes of the published checkpoint, by the rule of the model's file."""
-    parts = frozenset(shape.stored.parts) if shape.stored is not None else frozenset()
+    formatted = frozenset(shape.stored.parts) if shape.stored is not None else frozenset()
     name = PLAIN if shape.stored is None else shape.stored.format
-    blocks = []
-    for block in shape.blocks:
-        nbytes = {True: 0, False: 0}
-        encoded = {True: False, False: False}
-        for weight in block.weights:
-            is_encoded = weight.is_linear and weight.part in parts
+
+    def part(weights: Iterable[Weight]) -> PlannedPart:
+        nbytes, is_encoded = 0, False
+        for weight in weights:
+            is_code = weight.is_linear and weight.part in formatted
             *stacked, rows, columns = weight.shape if weight.is_linear else (weight.numel, 1)
-            one_nbytes = stored_nbytes(name if is_encoded else PLAIN, rows, columns)
-            of_experts = weight.part == "experts"
-            nbytes[of_experts] += math.prod(stacked) * one_nbytes
-            encoded[of_experts] |= is_encoded
-        experts, rest = (PlannedPart(nbytes[key], encoded[key]) for key in (True, False))
-        blocks.append(StoredBlock(experts, rest))
-    return StoredModel(
-        blocks=tuple(blocks),
-        embedding=PlannedPart(2 * numel_of(shape.embedding)),
-        norm=PlannedPart(2 * numel_of(shape.norm)),
-        head=PlannedPart(2 * numel_of(shape.head)),
-        formats=PLAIN if name == PLAIN else f"{name} ({', '.join(sorted(parts))}), rest {PLAIN}",
-    )
+            one_nbytes = stored_nbytes(name if is_code else PLAIN, rows, columns)
+            nbytes += math.prod(stacked) * one_nbytes
+            is_encoded |= is_code
+        return PlannedPart(nbytes, is_encoded)
+
+    parts: dict[PartKey, PlannedPart] = {
+        ("embedding", False): part(shape.embedding),
+        ("norm", False): part(shape.norm),
+        ("head", False): part(shape.head),
+    }
+    for layer, block in enumerate(shape.blocks):
+        for of_experts in (True, False):
+            weights = (w for w in block.weights if (w.part == "experts") == of_experts)
+            parts[layer, of_experts] = part(weights)
+    formats = f"{name} ({', '.join(sorted(formatted))}), rest {PLAIN}"
+    return StoredModel(parts, PLAIN if name == PLAIN else formats)
 
 
 PLAIN = "bf16"

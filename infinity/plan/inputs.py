@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from infinity.config import SwapConfig
 from infinity.plan.capacity import window_nbytes_of
 from infinity.plan.hardware import Hardware
-from infinity.plan.model import PlannedModel
+from infinity.plan.layout import PlannedModel
 from infinity.simulate.job import Batch
 from infinity.simulate.memory import inputs_on_host
 from infinity.simulate.spec import StepSpec
 from infinity.sizes import MIB, format_nbytes
 from infinity.state.budgets import Budgets
+from infinity.state.units import StateKind
 
 _CHECKPOINT_ITEM_NBYTES = 2
 _BLAS_NBYTES = 32 * MIB  # PyTorch's workspace of cuBLAS on Hopper and later, for each thread.
@@ -139,7 +140,8 @@ def said_of_tiles(untiled: PlannedModel, model: PlannedModel) -> list[str]:
     if num_tiles <= 0:
         return []
     names = {unit.name for unit in untiled.units}
-    tiles = [unit.weight_nbytes for unit in model.units if unit.name not in names]
+    parameters = StateKind.PARAMETERS
+    tiles = [unit.nbytes(parameters) for unit in model.units if unit.name not in names]
     return [
         f"layers too large to be fetched whole run as {len(tiles):,} tiles of at most "
         f"{format_nbytes(max(tiles))}"

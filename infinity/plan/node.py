@@ -3,7 +3,6 @@ Pure."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -20,9 +19,8 @@ from infinity.distributed.setup import (
 from infinity.distributed.wire.addresses import Machine
 from infinity.errors import ConfigError
 from infinity.plan.hardware import Hardware
-from infinity.plan.model import PlannedModel
+from infinity.plan.layout import PlannedModel
 from infinity.state.budgets import Budgets
-from infinity.state.units import units_by_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ class NodeView:
         group = RankTopology(None, 0, count, 0, count, 0, self.count, tuple(nodes))
         sharding = plan_sharding(
             model.units,
-            _units_by_block(model),
+            model.nesting.units_by_block(),
             group,
             self.config_of_rank.distributed,
             self.config_of_rank.placement.parameters,
@@ -141,21 +139,3 @@ def layout_of_rank(
         partition.count, partition.rank, partition.stage, sharding.is_collective, taken, num_nodes,
         partition.over_node,
     )  # fmt: skip
-
-
-def blocks_of(model: PlannedModel) -> list[int | None]:
-    """Returns, for every hooked module, the block that it belongs to."""
-    numbers: list[int | None] = []
-    for index, hooked in enumerate(model.hooked_modules):
-        is_tile = hooked.is_tile and bool(numbers)
-        numbers.append(numbers[-1] if is_tile else index if hooked.attention_width else None)
-    return numbers
-
-
-def _units_by_block(model: PlannedModel) -> tuple[list[int], list[set[int]]]:
-    """As `ModelLayout.units_by_block`."""
-    users: defaultdict[int, set[int | None]] = defaultdict(set)
-    for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True):
-        for unit in hooked.units:
-            users[unit].add(block)
-    return units_by_block(users)

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from infinity.config import SwapConfig
 from infinity.distributed.setup import ShardingPlan
 from infinity.plan.capacity import (
@@ -33,8 +31,8 @@ from infinity.plan.inputs import (
     saved_on,
     waiting_nbytes,
 )
-from infinity.plan.model import PlannedModel, copied_model
-from infinity.plan.node import NodeView, RankLayout, blocks_of, layout_of_rank
+from infinity.plan.layout import PlannedModel
+from infinity.plan.node import NodeView, RankLayout, layout_of_rank
 from infinity.simulate.job import Batch, make_job, rank_loads
 from infinity.simulate.log import WRITE
 from infinity.simulate.order import Use
@@ -48,7 +46,6 @@ from infinity.state.spare_generations import (
     spares_nbytes,
     updates_in_backward,
 )
-from infinity.state.units import StateKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +126,9 @@ def forecast(
     config, machine = node.config_of_rank, node.hardware_of_rank
     window_nbytes = window_nbytes_of(config, machine)
     untiled = model
-    model, sharding, budgets = fitted(node, model, window_nbytes)
-    placement = budgets.placement
-    units = model.units if sharding is None else sharding.partition.units
+    found = fitted(node, model, window_nbytes)
+    model, sharding, budgets = found.model, found.sharding, found.budgets
+    units, placement = found.units, budgets.placement
     num_spares = count_spares(config, is_linked=True, num_ranks=node.num_ranks)
     in_backward = updates_in_backward(
         config.schedule, units, budgets, num_spares=num_spares,
@@ -198,7 +195,7 @@ def _with_base(config: SwapConfig, model: PlannedModel) -> tuple[SwapConfig, Pla
     if model.frozen is None:
         return config, model
     if not config.placement.reads_in_place:
-        return config, copied_model(model, getattr(torch, config.precision.compute_dtype))
+        return config, model.copied()
     return with_checkpoint_tier(config), model
 
 
@@ -226,12 +223,10 @@ def _job(
             gradient_ratio=hooked.gradient_ratio(batch.sequence_length),
             has_backward=hooked.has_backward,
             is_experts=hooked.is_experts,
-            decoded_nbytes=0
-            if model.frozen is None
-            else sum(model.frozen.decoded_nbytes(model.units[unit]) for unit in hooked.units),
+            decoded_nbytes=sum(model.decoded_nbytes(model.units[unit]) for unit in hooked.units),
             passing_nbytes=(waiting, waiting) if hooked.is_experts else (0, 0),
         )
-        for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True)
+        for hooked, block in zip(model.hooked_modules, model.blocks, strict=True)
     ]
     loads = None
     if sharding is not None:
@@ -250,25 +245,7 @@ def _job(
         config, budgets, model.units, uses, batch, loads=loads,
         saved_on=tier, inputs_nbytes=inputs_nbytes,
     )  # fmt: skip
-    return _from_checkpoint(job, model) if model.has_base_in_place else job
-
-
-def _from_checkpoint(job: StepSpec, model: PlannedModel) -> StepSpec:
-    """Returns the job with frozen weights in their checkpoint instead of on NVMe."""
-    loads = [
-        load
-        if load.is_changed
-        else replace(
-            load,
-            weights="checkpoint" if load.weights == "nvme" else load.weights,
-            weight_nbytes=load.weight_nbytes
-            if load.sharded.is_gathered
-            else unit.nbytes(StateKind.PARAMETERS),
-            decoded_nbytes=model.attached_nbytes(unit),
-        )
-        for load, unit in zip(job.units, model.units, strict=True)
-    ]
-    return replace(job, units=tuple(loads), keeps_experts=True)
+    return replace(job, keeps_experts=True) if model.has_base_in_place else job
 
 
 def _update_place(

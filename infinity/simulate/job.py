@@ -149,8 +149,8 @@ def load_of(unit: Unit, placement: StatePlacement, is_summed: bool) -> UnitLoad:
     gradient_nbytes = unit.nbytes(StateKind.GRADIENTS)
     return UnitLoad(
         name=unit.name,
-        weights=placement.tiers.get((unit.index, StateKind.PARAMETERS), "host"),
-        weight_nbytes=unit.weight_nbytes,
+        weights=_tier_of_weights(unit, placement),
+        weight_nbytes=unit.weight_nbytes if unit.stored is None else unit.stored.nbytes,
         written_nbytes=unit.trainable_nbytes,
         state_read_nbytes={tier: n for tier, n in read.items() if tier != "host"},
         state_write_nbytes={tier: n for tier, n in written.items() if tier != "host"},
@@ -159,8 +159,14 @@ def load_of(unit: Unit, placement: StatePlacement, is_summed: bool) -> UnitLoad:
         gradient_nbytes=gradient_nbytes,
         leaving_nbytes=gradient_nbytes if is_summed else unit.trainable_nbytes,
         largest_nbytes=max((STATE_ITEM_NBYTES * t.numel for t in unit.trainable()), default=0),
+        decoded_nbytes=0 if unit.stored is None else unit.weight_nbytes,
         full_master=placement.tier(unit, StateKind.MASTER) if unit.has_full_master else None,
     )
+
+
+def _tier_of_weights(unit: Unit, placement: StatePlacement) -> str:
+    tier = placement.tiers.get((unit.index, StateKind.PARAMETERS), "host")
+    return "checkpoint" if unit.stored is not None and tier == "nvme" else tier
 
 
 def updated_nbytes(unit: Unit) -> int:
@@ -225,6 +231,7 @@ def rank_loads(
         yield replace(
             load,
             name=full.name,
+            decoded_nbytes=0 if full.stored is None else full.weight_nbytes,
             leaving_nbytes=sum(
                 spec.numel * _itemsize(spec, leaves_as, is_summed) for spec in full.trainable()
             ),
@@ -253,7 +260,7 @@ def _with_all_weights(
     load: UnitLoad, partition: Partition, full: Unit, placement: StatePlacement
 ) -> UnitLoad:
     """Returns the load of a rank that has all weights of the unit, and updates its part."""
-    rests_on, own = placement.tier(full, StateKind.PARAMETERS), partition.own_part(full.index)
+    rests_on, own = _tier_of_weights(full, placement), partition.own_part(full.index)
     written_nbytes = full.trainable_nbytes if load.update_nbytes else 0
     return replace(
         load,

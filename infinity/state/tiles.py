@@ -87,15 +87,15 @@ def limits(largest_nbytes: int) -> Iterator[int]:
         limit_nbytes //= 2
 
 
-def experts_of(unit: Unit) -> list[TensorFacts]:
-    """Returns the stacks with a row per expert, found by the usual name of their module."""
-    every = [tensor.facts for tensor in unit.tensors]
-    return [f for f in every if len(f.shape) > 2 and "experts" in f.name.split(".")]
+def is_expert_stack(facts: TensorFacts) -> bool:
+    """Whether a tensor has a row per routed expert, by the usual name of their module."""
+    return len(facts.shape) > 2 and "experts" in facts.name.split(".")
 
 
 def decodes_experts(budgets: Budgets, units: Iterable[Unit]) -> bool:
     """Whether experts are decoded on a device with memory of its own."""
-    return budgets.largest_decoded_nbytes > 0 and any(map(experts_of, units))
+    facts = (tensor.facts for unit in units for tensor in unit.tensors)
+    return budgets.largest_decoded_nbytes > 0 and any(map(is_expert_stack, facts))
 
 
 def fit(

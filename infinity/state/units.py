@@ -19,8 +19,7 @@ Layout of a unit (docs/formats/unit.md):
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
@@ -384,20 +383,3 @@ def _cut(unit: Unit, chunk_nbytes: int) -> Iterator[Chunk]:
             if low < high:
                 slices.append(Slice(tensor, low - tensor.state_offset, high - tensor.state_offset))
         yield Chunk(unit, start, stop, tuple(slices))
-
-
-def units_by_block(
-    users: Mapping[int, Collection[int | None]],
-) -> tuple[list[int], list[set[int]]]:
-    """Returns the units that are used outside blocks or by several blocks, and the units of each
-    single block. `users`: by unit, the blocks that use it, None for a use outside blocks.
-    """
-    outside: list[int] = []
-    blocks: defaultdict[int, set[int]] = defaultdict(set)
-    for unit, of in users.items():
-        block = next(iter(of))
-        if len(of) > 1 or block is None:
-            outside.append(unit)
-        else:
-            blocks[block].add(unit)
-    return sorted(outside), list(blocks.values())

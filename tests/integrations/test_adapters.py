@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,7 @@ def test_a_checkpoint_of_units_that_were_mixed_is_loaded(
         units: dict[tuple[int, ...], tuple[str, list[discover.FoundParam]]] = {}
         for name, members in layout.units:
             units.setdefault(tuple(members[0].hooked_modules), (name, []))[1].extend(members)
-        return discover.ModelLayout(model, layout.hooked_modules, list(units.values()))
+        return replace(layout, units=list(units.values()))
 
     config = swap(tmp_path) | {
         "checkpoint": {"durability": "step", "directory": str(tmp_path / "c")}

@@ -16,13 +16,13 @@ from infinity.engine.lay_out import facts_of
 from infinity.modules.reading.discover import discover_units
 from infinity.modules.reading.dtypes import Dtypes
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
-from infinity.plan.model import ModuleWork, PlannedModel
+from infinity.plan.layout import PlannedModel
+from infinity.plan.model import model_of_layout
 from infinity.plan.predict import forecast
 from infinity.simulate.job import Batch
 from infinity.state.partition import STAGES
-from infinity.state.units import layout_unit
+from infinity.state.units import OF_ADAM
 from infinity.testing import SimulatedDevice
-from infinity.tiers.ranges import rounded_nbytes
 from tests.support.exhaustive import sampled
 
 from .processes import run_ranks
@@ -83,21 +83,7 @@ def _count(rank: int, runs: list[Run]) -> list[dict[str, float]]:
 def _model(config: SwapConfig, case: Case) -> PlannedModel:
     model = build(case)
     layout, dtypes = discover_units(model), Dtypes(model, config.precision)
-    units = tuple(
-        layout_unit(index, name, [facts_of(each, dtypes) for each in members])
-        for index, (name, members) in enumerate(layout.units)
-    )
-    return PlannedModel(
-        name=case.model,
-        units=units,
-        hooked_modules=tuple(
-            ModuleWork(tuple(hooked.units), 1, int(hooked.is_block))
-            for hooked in layout.hooked_modules
-        ),
-        held_nbytes=layout.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
-        num_params=1,
-        checkpoint_width=1,
-    )
+    return model_of_layout(layout, lambda member: facts_of(member, dtypes), OF_ADAM, hidden=1)
 
 
 def _predicted(rank: int, run: Run) -> dict[str, float]:

@@ -88,13 +88,17 @@ def directory(tmp_path: Path) -> Path:
 
 def test_bytes_are_those_of_the_headers(directory: Path) -> None:
     found = read_directory(directory)
-    first, second = found.stored.blocks
-    assert (first.experts.nbytes, first.rest.nbytes) == (0, size(block(0)[0]))
-    assert (second.rest.nbytes, second.experts.nbytes) == tuple(map(size, block(1)))
-    assert second.experts.is_encoded and second.rest.is_encoded and found.is_quantised
+    (rest, experts), (rest_1, experts_1) = (
+        [found.stored.part(layer, of_experts=of_experts) for of_experts in (False, True)]
+        for layer in range(2)
+    )
+    assert (experts.nbytes, rest.nbytes) == (0, size(block(0)[0]))
+    assert (rest_1.nbytes, experts_1.nbytes) == tuple(map(size, block(1)))
+    assert experts_1.is_encoded and rest_1.is_encoded and found.stored.is_quantised
     table_nbytes = 2 * VOCAB * HIDDEN
-    assert found.stored.embedding.nbytes == found.stored.head.nbytes == table_nbytes
-    assert found.stored.norm.nbytes == 2 * HIDDEN
+    assert found.stored.part("embedding").nbytes == table_nbytes
+    assert found.stored.part("head").nbytes == table_nbytes
+    assert found.stored.part("norm").nbytes == 2 * HIDDEN
     assert found.stored.unused_nbytes == size(block(2)[0]), "the third layer is not read"
     assert found.stored.formats.startswith("fp8; ")
     assert found.num_drives == 1 and len(found.files) == 3
@@ -155,8 +159,8 @@ def test_a_quantised_directory_has_the_same_bytes_before_it_is_downloaded(
     for file in (tmp_path / "base").glob("*.safetensors"):
         file.unlink()
     stored = read_directory(tmp_path / "base").stored
-    sizes = [[b.experts.nbytes + b.rest.nbytes for b in s.blocks] for s in (there, stored)]
-    assert sizes[0] == sizes[1], stored.formats
+    sizes = [[s.part(layer).nbytes for layer in range(2)] for s in (there, stored)]
+    assert sizes[0] == sizes[1] and all(sizes[0]), stored.formats
 
 
 def test_this_machine_reads_the_files_for_its_rate(directory: Path) -> None:

@@ -17,7 +17,8 @@ from infinity.plan import Batch, Forecast, forecast, load_hardware
 from infinity.plan.frozen_base import stored_nbytes, stored_of_shape
 from infinity.plan.hardware import Device, Hardware
 from infinity.plan.inputs import activations_nbytes
-from infinity.plan.model import PlannedModel, load_shape, model_of_shape
+from infinity.plan.layout import PlannedModel
+from infinity.plan.model import load_shape, model_of_shape
 from infinity.plan.shapes import adapter_size, shape_of_config
 from infinity.sizes import MIB, format_nbytes
 from infinity.tools.plan.report import answer, sentences
@@ -169,8 +170,8 @@ def test_frozen_weights_take_six_flops_and_an_adapter_eight() -> None:
     total = sum(
         (2 + work.gradient_ratio(0)) * work.forward_flops(batch, 0) for work in model.hooked_modules
     )
-    active = sum(work.active_params for work in model.hooked_modules)
-    trained = sum(work.trained_params or 0 for work in model.hooked_modules)
+    active = model.active_params
+    trained = sum(work.trained_params for work in model.hooked_modules)
     assert active == pytest.approx(31.69e9, rel=0.001)
     assert total == pytest.approx(batch * (6 * active + 8 * trained))
 
@@ -256,12 +257,10 @@ def test_a_desktop_streams_experts_in_chunks() -> None:
     model = planned("kimi-k2-int4", targets=("o_proj",), experts=True, rank=4)
     settings = config("85%", placement=dict.fromkeys(STATE, ("host", "nvme")))
     found = step_of(model, settings, "rtx4090-1nvme", 65536)
-    chunks = [work for work in found.model.hooked_modules if work.is_tile]
+    chunks = [work for work in found.model.hooked_modules if work.within is not None]
     assert len(chunks) % 60 == 0 and found.model.frozen is not None
-    assert sum(w.active_params for w in found.model.hooked_modules) == pytest.approx(
-        31.69e9, rel=1e-3
-    )
-    decoded = [found.model.frozen.decoded_nbytes(unit) for unit in found.model.units]
+    assert found.model.active_params == pytest.approx(31.69e9, rel=1e-3)
+    decoded = [found.model.decoded_nbytes(unit) for unit in found.model.units]
     assert max(decoded) < 12 * GB
     assert found.placed_nbytes["base"].keys() == {"checkpoint"}
     read = found.step.moved_nbytes["checkpoint_read"] + 2 * found.job.weights_cache_nbytes
@@ -284,7 +283,7 @@ def test_decoding_takes_time_where_its_rate_is_known() -> None:
     device = machine.device.model_copy(update={"decode_gb_per_s": 10.0})
     slow = machine.model_copy(update={"device": device})
     assert model.frozen is not None
-    decoded_nbytes = sum(model.frozen.decoded_nbytes(unit) for unit in model.units)
+    decoded_nbytes = sum(model.decoded_nbytes(unit) for unit in model.units)
     assert decoded_nbytes == pytest.approx(2 * 1015e9, rel=0.01), "the experts, in bf16"
     step = step_of(model, settings, slow, 8192).step
     assert step.step_s == pytest.approx(0.9 * 2 * decoded_nbytes / 10e9, rel=0.05)
@@ -359,5 +358,5 @@ def test_an_adapter_is_sharded_over_ranks() -> None:
 
 def test_a_base_in_sixteen_bits_needs_no_decoding() -> None:
     model = planned("qwen3-235b", targets=("q_proj",))
-    assert model.frozen is not None and not model.frozen.decoded_per_byte
+    assert not any(model.decoded_nbytes(unit) for unit in model.units)
     assert replace(model, frozen=None).num_params == pytest.approx(235.1e9, rel=0.001)

@@ -14,7 +14,8 @@ import infinity
 from infinity.config import SwapConfig
 from infinity.plan import Batch, Forecast, forecast
 from infinity.plan.directory import read_directory
-from infinity.plan.model import PlannedModel, model_for
+from infinity.plan.layout import PlannedModel
+from infinity.plan.model import model_for
 from infinity.tools.plan.advice import advise
 from infinity.tools.plan.report import answer, sentences
 from tests.support.exhaustive import sampled

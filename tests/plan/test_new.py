@@ -133,7 +133,7 @@ def test_a_directory_with_config_json_alone_has_the_bytes_of_its_format(tmp_path
     table = {"model_type": "deepseek_v3", "tie_word_embeddings": False, "quantization_config": FP8}
     found = read_directory(config_only(tmp_path / "v3", table))
     assert found.stored.nbytes == stored_of_shape(shape).nbytes
-    assert found.is_quantised and found.files == () and found.shape.max_positions is not None
+    assert found.stored.is_quantised and found.files == () and found.shape.max_positions is not None
     assert "not downloaded" in found.stored.formats
 
 

@@ -18,13 +18,12 @@ from infinity.modules.reading.discover import discover_units
 from infinity.modules.reading.dtypes import Dtypes
 from infinity.modules.tiling.split import Tiling
 from infinity.plan import Batch, forecast, load_hardware
-from infinity.plan.model import ModuleWork, PlannedModel, model_of_shape
+from infinity.plan.layout import PlannedModel
+from infinity.plan.model import model_of_layout, model_of_shape
 from infinity.plan.shapes import gpt_shape
-from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.sizes import GIB
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, fit, limits
-from infinity.state.units import layout_unit
-from infinity.tiers.ranges import rounded_nbytes
+from infinity.state.units import OF_ADAM
 
 KINDS = ("parameters", "master", "moments", "gradients")
 
@@ -142,29 +141,19 @@ def test_the_same_units_as_the_engine_makes() -> None:
 
     def units_of(module: nn.Module) -> PlannedModel:
         layout, dtypes = discover_units(module), Dtypes(module, config.precision)
-        units = tuple(
-            layout_unit(index, name, [facts_of(each, dtypes) for each in members])
-            for index, (name, members) in enumerate(layout.units)
-        )
-        hooked_modules = tuple(
-            ModuleWork(tuple(hooked.units), 10**6) for hooked in layout.hooked_modules
-        )
-        held_nbytes = layout.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
-        return PlannedModel("", units, hooked_modules, held_nbytes, 0, 64)
+        return model_of_layout(layout, lambda m: facts_of(m, dtypes), OF_ADAM, hidden=64)
 
     whole = units_of(Two())
     for limit_nbytes in (300 << 10, 100 << 10, 64 << 10):
         cut = Two()
         Tiling(cut, lambda parameter: 4).cut(limit_nbytes)
-        engine, planned = units_of(cut), with_tiles(whole, limit_nbytes)
+        engine, planned = units_of(cut), whole.with_tiles(limit_nbytes)
         assert sorted(u.weight_nbytes for u in engine.units) == sorted(
             u.weight_nbytes for u in planned.units
         )
         assert engine.held_nbytes == planned.held_nbytes
-        assert len(planned.units) > len(whole.units) or limit_nbytes > largest_nbytes(whole)
-        assert sum(s.active_params for s in planned.hooked_modules) == 10**6 * len(
-            whole.hooked_modules
-        )
+        assert len(planned.units) > len(whole.units) or limit_nbytes > whole.largest_nbytes
+        assert planned.active_params == engine.active_params == whole.active_params
 
 
 @pytest.mark.parametrize(
@@ -200,5 +189,4 @@ def test_the_widest_block_of_a_window(hidden: int, num_tiles: int, fits: bool) -
     said = " ".join(found.warnings)
     assert ("tiles" in said) == (num_tiles > 1 or not fits)
     # Whatever the cut, the arithmetic is the same, and so are the bytes of the drives and tiers.
-    whole = sum(hooked.active_params for hooked in model.hooked_modules)
-    assert sum(hooked.active_params for hooked in found.model.hooked_modules) == whole
+    assert found.model.active_params == model.active_params

@@ -11,7 +11,6 @@ without its base model. A tile of an operator that is too large for one unit
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,7 +22,7 @@ from torch import nn
 from infinity.errors import UnsupportedError
 from infinity.modules.reading.empty_weights import without_class
 from infinity.modules.tiling.layers import Tiled
-from infinity.state.units import units_by_block
+from infinity.state.nesting import Nesting
 
 UnitRule = Literal["auto"] | Sequence[str]
 
@@ -60,11 +59,13 @@ class HookedModule:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """The hooked modules of a model, and its parameters grouped into units, in model order."""
+    """The hooked modules of a model, and its parameters grouped into units, in model order.
+    `chains`: see `Nesting`."""
 
     root: nn.Module
     hooked_modules: list[HookedModule]
     units: list[tuple[str, list[FoundParam]]]
+    chains: list[tuple[int, ...]]
 
     def __post_init__(self) -> None:
         for hooked in self.hooked_modules:
@@ -73,35 +74,11 @@ class ModelLayout:
             for number in members[0].hooked_modules:
                 self.hooked_modules[number].units.append(index)
 
-    def held_nbytes(self, nbytes_of_unit: Sequence[int]) -> int:
-        """Returns the most weight bytes that nested hooked modules use at the same time."""
-        needed = {id(hooked.module): frozenset(hooked.units) for hooked in self.hooked_modules}
-
-        def most(module: nn.Module, in_use: frozenset[int]) -> int:
-            in_use = in_use | needed.get(id(module), frozenset())
-            here = sum(nbytes_of_unit[unit] for unit in in_use)
-            return max([here, *(most(child, in_use) for child in module.children())])
-
-        return most(self.root, frozenset())
-
-    def units_by_block(self) -> tuple[list[int], list[set[int]]]:
-        """Returns the units that are used outside blocks or by several blocks, and the units of
-        each single block with the tiles in it."""
-        index_of = {id(hooked.module): index for index, hooked in enumerate(self.hooked_modules)}
-        users: defaultdict[int, set[int | None]] = defaultdict(set)
-
-        def walk(module: nn.Module, block: int | None) -> None:
-            index = index_of.get(id(module))
-            if index is not None:
-                if block is None and self.hooked_modules[index].is_block:
-                    block = index
-                for unit in self.hooked_modules[index].units:
-                    users[unit].add(block)
-            for child in module.children():
-                walk(child, block)
-
-        walk(self.root, None)
-        return units_by_block(users)
+    @property
+    def nesting(self) -> Nesting:
+        """The units that modules need inside one another."""
+        blocks = {i for i, hooked in enumerate(self.hooked_modules) if hooked.is_block}
+        return Nesting(self.chains, [hooked.units for hooked in self.hooked_modules], blocks)
 
 
 def discover_units(
@@ -120,8 +97,8 @@ def discover_units(
     saving it reads nothing of the base
     """
     is_block = _block_test(model, rule)
-    walk = _Walk([], {}, {}, set())
-    _visit(model, "", None, is_block, walk)
+    walk = _Walk([], {}, {}, set(), [])
+    _visit(model, "", None, (), is_block, walk)
     hooked_modules, found = walk.hooked_modules, walk.found
     groups: dict[tuple[tuple[int, ...], str], list[FoundParam]] = {}
     for param in found.values():
@@ -139,7 +116,7 @@ def discover_units(
         # Names of units are unique, because a commit finds a unit by its name.
         is_second = any((used_by, other) in groups for other in _KINDS[: _KINDS.index(kind)])
         units.append((f"{name} ({kind})" if is_second else name, members))
-    return ModelLayout(model, hooked_modules, units)
+    return ModelLayout(model, hooked_modules, units, walk.chains)
 
 
 # Parameters of different kinds share no unit. The first that a module has gives its unit the name
@@ -188,17 +165,19 @@ class _Walk:
     places: dict[int, int]
     found: dict[int, FoundParam]
     seen: set[int]
+    chains: list[tuple[int, ...]]
 
 
 def _visit(
     module: nn.Module,
     name: str,
     block: int | None,
+    chain: tuple[int, ...],
     is_block: Callable[[str, nn.Module], bool],
     walk: _Walk,
 ) -> None:
     """Walks depth-first in registration order. `block` is the hooked module of the surrounding
-    block."""
+    block, `chain` has all hooked modules around this one."""
     hooked = block
     if hooked is None:
         starts_block = is_block(name, module) and any(True for _ in module.parameters())
@@ -211,6 +190,8 @@ def _visit(
                 walk.hooked_modules.append(
                     HookedModule(name or type(module).__name__, module, starts_block)
                 )
+            chain = (*chain, hooked)
+            walk.chains.append(chain)
             if starts_block:
                 block = hooked
     for attribute, parameter in module._parameters.items():
@@ -230,7 +211,7 @@ def _visit(
         # `named_children` yields a module once per parent that registers it. That is intended: the
         # places may belong to different blocks.
         full_name = f"{name}.{child_name}" if name else child_name
-        _visit(child, full_name, block, is_block, walk)
+        _visit(child, full_name, block, chain, is_block, walk)
 
 
 def _never(name: str, module: nn.Module) -> bool:

@@ -162,7 +162,7 @@ def _refuse_absent(asked: NewOptions) -> None:
 
 def _refuse_model(asked: NewOptions, directory: ModelDirectory) -> None:
     """Raises ConfigError for what this model cannot do."""
-    if asked.full and directory.is_quantised:
+    if asked.full and directory.stored.is_quantised:
         raise ConfigError(
             f"--full: {asked.directory} is quantised ({directory.stored.formats}), and codes "
             "cannot be trained; leave --full out for an adapter, or use the one in bfloat16"

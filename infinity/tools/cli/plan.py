@@ -198,7 +198,7 @@ def _predict(asked: PlanOptions) -> None:
     by_name = asked.model is not None or asked.params is not None
     config = _load_config(
         asked.config, overrides, asked.hardware, by_name=by_name,
-        is_quantised=directory is not None and directory.is_quantised,
+        is_quantised=directory is not None and directory.stored.is_quantised,
     )  # fmt: skip
     _show(asked, config, directory)
 

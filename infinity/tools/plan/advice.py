@@ -12,9 +12,8 @@ from infinity.config.schema import changed
 from infinity.config.values import Capacity
 from infinity.errors import InfinityError
 from infinity.plan.hardware import Hardware, Nvme
-from infinity.plan.model import PlannedModel
+from infinity.plan.layout import PlannedModel
 from infinity.plan.predict import Forecast, forecast_again
-from infinity.plan.tiles import largest_nbytes
 from infinity.simulate.job import Batch
 from infinity.simulate.update_device import Place
 from infinity.sizes import format_nbytes
@@ -60,7 +59,7 @@ def _tiles(config: SwapConfig, model: PlannedModel, base: Forecast) -> Iterator[
     none where the model fits without: tiles of dense layers round."""
     if not base.is_tight or config.schedule.tile != "auto":
         return
-    for limit_nbytes in limits(largest_nbytes(model)):
+    for limit_nbytes in limits(model.largest_nbytes):
         tiled = changed(config, {"schedule.tile": limit_nbytes})
         other = _forecast_of((tiled, base.hardware, base.batch), model, base)
         if other is not None and not other.is_tight:

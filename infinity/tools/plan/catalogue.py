@@ -18,7 +18,8 @@ from infinity.errors import CapacityError, InfinityError
 from infinity.plan.files import shipped_in
 from infinity.plan.frozen_base import stored_of_shape
 from infinity.plan.hardware import Hardware
-from infinity.plan.model import PlannedModel, load_shape, model_for
+from infinity.plan.layout import PlannedModel
+from infinity.plan.model import load_shape, model_for
 from infinity.plan.predict import Forecast, forecast
 from infinity.simulate.job import batch_of
 from infinity.tools.plan.draft import Wish, fitted_draft

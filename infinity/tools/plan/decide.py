@@ -12,7 +12,8 @@ import torch
 from infinity.config import SwapConfig
 from infinity.plan.directory import ModelDirectory
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
-from infinity.plan.model import PlannedModel, model_for
+from infinity.plan.layout import PlannedModel
+from infinity.plan.model import model_for
 from infinity.plan.predict import Forecast, forecast
 from infinity.simulate.job import batch_of
 from infinity.storage.arena import available_host_nbytes

@@ -14,7 +14,6 @@ from typing import Any
 from infinity.config import SwapConfig
 from infinity.config.source import ConfigSource
 from infinity.errors import CapacityError
-from infinity.plan.capacity import most_decoded_nbytes
 from infinity.plan.hardware import UNSURE, Hardware
 from infinity.plan.predict import Forecast
 from infinity.sizes import GIB, MIB, align_up, format_nbytes
@@ -208,7 +207,7 @@ def _enough_nbytes(said: Forecast) -> int:
     resting = said.host_nbytes - said.working_nbytes
     frozen = said.model.frozen
     weights = 0 if frozen is None else frozen.stored.nbytes
-    in_use = 2 * (said.model.held_nbytes + most_decoded_nbytes(said.model))
+    in_use = 2 * (said.model.held_nbytes + said.model.most_decoded_nbytes)
     needed = resting + weights + 2 * in_use + said.saved.get("host", 0) + _SPARE_NBYTES
     return align_up(needed, GIB if needed > 16 * GIB else 64 * MIB)
 

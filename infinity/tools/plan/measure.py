@@ -32,7 +32,7 @@ from infinity.observe import Counters
 from infinity.ops.host_sums import add_
 from infinity.plan.directory import ModelDirectory
 from infinity.plan.hardware import UNSURE, Device, Hardware, Host, Nvme
-from infinity.plan.model import PlannedModel
+from infinity.plan.layout import PlannedModel
 from infinity.simulate.job import Batch, batch_of, tuned_gb_per_s
 from infinity.sizes import MIB, PAGE_NBYTES, align_down, format_nbytes
 from infinity.storage.arena import Arena, available_host_nbytes

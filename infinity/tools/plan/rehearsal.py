@@ -27,7 +27,7 @@ from infinity.observe.step_summary import summarize
 from infinity.observe.timeline import laid_out
 from infinity.observe.tracer import Span, Track
 from infinity.optimizers.algorithms import AdamW
-from infinity.plan.model import PlannedModel
+from infinity.plan.layout import PlannedModel
 from infinity.simulate.job import Batch, updated_nbytes
 from infinity.sizes import MIB
 from infinity.state.budgets import MachineSizes, WeightsInUse, compute_budgets

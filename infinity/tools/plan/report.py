@@ -119,7 +119,7 @@ def _frozen(forecast: Forecast) -> list[str]:
     where = f"on {drives} of {nvme.drives} drives"
     if nvme.checkpoint_read_gb_per_s is not None:
         where = f"read at {nvme.checkpoint_read_gb_per_s:.3g} GB/s"
-    bits = 8 * frozen.stored.nbytes / frozen.num_params
+    bits = 8 * frozen.stored.nbytes / forecast.model.num_params
     return [
         f"frozen, {format_nbytes(frozen.stored.nbytes)} in its checkpoint "
         f"({frozen.stored.formats}; {bits:.3g} bits a parameter), {where}; "
@@ -392,9 +392,7 @@ def _of_experts(forecast: Forecast) -> list[str]:
     processor the product of an expert with few tokens takes as long as reading its weights."""
     model = forecast.model
     is_timed_alike = model.frozen is None or not forecast.hardware.shares_host_memory
-    if is_timed_alike or not any(
-        work.is_experts or work.expert_params for work in model.hooked_modules
-    ):
+    if is_timed_alike or not model.has_experts:
         return []
     return [
         "Computing was timed on a dense block: on a processor, routed experts with few tokens each "

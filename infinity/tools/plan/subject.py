@@ -10,7 +10,8 @@ from infinity.config.schema import changed
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.directory import ModelDirectory, read_directory
 from infinity.plan.hardware import Hardware, load_hardware
-from infinity.plan.model import PlannedModel, load_shape, model_for, model_of_module
+from infinity.plan.layout import PlannedModel
+from infinity.plan.model import load_shape, model_for, model_of_module
 from infinity.plan.predict import Forecast, forecast_again
 from infinity.plan.shapes import scaled_gpt
 from infinity.simulate.job import UNKNOWN_BATCH, Batch, batch_of
