@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 import torch
@@ -24,19 +23,16 @@ from infinity.ops.dynamic_8bit import (
 )
 from infinity.ops.exact import join, split
 from infinity.ops.optimizers import reference_update_, step_, update_
-from infinity.ops.rules import AdamWSettings, LionSettings, Settings, SGDSettings
+from infinity.ops.rules import AdamWSettings, LionSettings, SGDSettings
 from infinity.ops.span import StateSpan
 from tests.ops.state import (
-    RANGES,
     adams,
     adamws,
-    arrays,
     assert_same_bits,
     bits,
     clone,
     lions,
     make_span,
-    part,
     random_fp32,
     sgds,
     to_8bit,
@@ -209,41 +205,6 @@ def test_zeros_and_what_is_below_a_normal_number_are_zero(simd: str) -> None:
 # -- Updates -------------------------------------------------------------------------------------
 
 
-@given(
-    recipe=all_settings,
-    numel=numels,
-    seed=seeds,
-    values=st.sampled_from(RANGES),
-    is_split=st.booleans(),
-    gradient_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    grad_scale=st.sampled_from([1.0, 0.3, 1e-30, float("inf")]),
-)
-@settings(max_examples=200)
-def test_every_instruction_set_has_the_bits_of_the_reference(
-    simd: str,
-    recipe: Settings,
-    numel: int,
-    seed: int,
-    values: str,
-    is_split: bool,
-    gradient_dtype: torch.dtype,
-    grad_scale: float,
-) -> None:
-    native = make_span(
-        numel,
-        seed,
-        recipe,
-        values=values,
-        is_split=is_split,
-        gradient_dtype=gradient_dtype,
-        is_8bit=True,
-    )
-    reference = clone(native)
-    found = update_([native], recipe, grad_scale=grad_scale)
-    assert found == reference_update_([reference], recipe, grad_scale=grad_scale)
-    assert_same_bits(native, reference)
-
-
 @given(numel=st.integers(1, 600), seed=seeds, recipe=adamws, is_split=st.booleans())
 @settings(max_examples=100)
 def test_the_update_is_decode_fp32_update_encode(
@@ -260,40 +221,6 @@ def test_the_update_is_decode_fp32_update_encode(
         weight, residual = split(weight)
     states = tuple(map(to_8bit, wide, recipe.state_names))
     assert_same_bits(span, StateSpan(weight, span.gradient, states, residual))
-
-
-@given(
-    recipe=all_settings,
-    numel=st.integers(0, 2000),
-    seed=seeds,
-    cuts=st.sets(st.integers(0, 8)),
-    is_split=st.booleans(),
-)
-@settings(max_examples=60)
-def test_cut_between_blocks_it_has_the_same_bits(
-    simd: str, recipe: Settings, numel: int, seed: int, cuts: set[int], is_split: bool
-) -> None:
-    whole = make_span(numel, seed, recipe, is_split=is_split, is_8bit=True)
-    pieces = clone(whole)
-    update_([whole], recipe)
-    edges = sorted({0, numel, *(cut * BLOCK_NUMEL for cut in cuts if cut * BLOCK_NUMEL < numel)})
-    update_([part(pieces, start, stop) for start, stop in pairwise(edges)], recipe)
-    assert_same_bits(whole, pieces)
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_threads_and_addresses_change_no_bit(simd: str, is_split: bool) -> None:
-    whole = make_span(200_007, 5, ADAMW, is_split=is_split, is_8bit=True)
-    threaded = clone(whole)
-    room = make_span(200_007 + 3 * BLOCK_NUMEL, 6, ADAMW, is_split=is_split, is_8bit=True)
-    shifted = part(room, 3 * BLOCK_NUMEL, 200_007 + 3 * BLOCK_NUMEL)
-    for target, source in zip(arrays(shifted), arrays(whole), strict=True):
-        target.copy_(source)
-    update_([whole], ADAMW, threads=1)
-    update_([threaded], ADAMW, threads=5)
-    update_([shifted], ADAMW, threads=2)
-    assert_same_bits(whole, threaded)
-    assert_same_bits(whole, shifted)
 
 
 def test_codes_may_start_anywhere_in_memory(simd: str) -> None:

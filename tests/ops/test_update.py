@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.ops.exact import join, split
 from infinity.ops.optimizers import (
     SIMD_VARIABLE,
@@ -52,8 +53,9 @@ all_settings = st.one_of(adamws, adams, sgds, lions)
     is_split=st.booleans(),
     gradient_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     grad_scale=st.sampled_from([1.0, 0.3, 1e-30, float("inf")]),
+    is_8bit=st.booleans(),
 )
-@settings(max_examples=300)
+@settings(max_examples=400)
 def test_every_instruction_set_has_the_bits_of_the_reference(
     simd: str,
     recipe: Settings,
@@ -63,10 +65,12 @@ def test_every_instruction_set_has_the_bits_of_the_reference(
     is_split: bool,
     gradient_dtype: torch.dtype,
     grad_scale: float,
+    is_8bit: bool,
 ) -> None:
     native = make_span(
-        numel, seed, recipe, values=values, is_split=is_split, gradient_dtype=gradient_dtype
-    )
+        numel, seed, recipe, values=values, is_split=is_split, gradient_dtype=gradient_dtype,
+        is_8bit=is_8bit,
+    )  # fmt: skip
     reference = clone(native)
     gradient = native.gradient.clone()
     found = update_([native], recipe, grad_scale=grad_scale)
@@ -128,11 +132,12 @@ def test_a_million_elements_have_the_bits_of_torchs(simd: str, step: int, beta2:
 
 @given(
     recipe=all_settings,
-    numel=st.integers(0, 400),
+    numel=st.integers(0, 2000),
     seed=seeds,
     cuts=st.sets(st.integers(0, 25)),
     is_split=st.booleans(),
     together=st.booleans(),
+    is_8bit=st.booleans(),
 )
 @settings(max_examples=100)
 def test_cut_anywhere_it_has_the_same_bits(
@@ -143,11 +148,14 @@ def test_cut_anywhere_it_has_the_same_bits(
     cuts: set[int],
     is_split: bool,
     together: bool,
+    is_8bit: bool,
 ) -> None:
-    whole = make_span(numel, seed, recipe, is_split=is_split)
+    """Moments of eight bits are cut between blocks."""
+    whole = make_span(numel, seed, recipe, is_split=is_split, is_8bit=is_8bit)
+    unit = BLOCK_NUMEL if is_8bit else CUT_NUMEL
     pieces = clone(whole)
     update_([whole], recipe)
-    edges = sorted({0, numel, *(cut * CUT_NUMEL for cut in cuts if cut * CUT_NUMEL < numel)})
+    edges = sorted({0, numel, *(cut * unit for cut in cuts if cut * unit < numel)})
     parts = [part(pieces, start, stop) for start, stop in pairwise(edges)]
     for group in [parts] if together else [[each] for each in parts]:
         update_(group, recipe)
@@ -176,12 +184,13 @@ def test_new_bytes_beside_the_old_have_the_bits_of_an_update_in_place(
         assert_same_bits(span, old)
 
 
+@pytest.mark.parametrize("is_8bit", [False, True])
 @pytest.mark.parametrize("is_split", [False, True])
-def test_threads_and_addresses_change_no_bit(simd: str, is_split: bool) -> None:
-    whole = make_span(300_007, 5, ADAMW, is_split=is_split)
-    threaded = clone(whole)
-    room = make_span(300_010, 6, ADAMW, is_split=is_split)
-    shifted = part(room, 3, 300_010)
+def test_threads_and_addresses_change_no_bit(simd: str, is_split: bool, is_8bit: bool) -> None:
+    whole = make_span(200_007, 5, ADAMW, is_split=is_split, is_8bit=is_8bit)
+    threaded, start = clone(whole), 3 * (BLOCK_NUMEL if is_8bit else 1)
+    room = make_span(200_007 + start, 6, ADAMW, is_split=is_split, is_8bit=is_8bit)
+    shifted = part(room, start, 200_007 + start)
     for target, source in zip(arrays(shifted), arrays(whole), strict=True):
         target.copy_(source)
     update_([whole], ADAMW, threads=1)
