@@ -27,7 +27,8 @@ from infinity.codecs.found import FoundTensors, Headers, LogicalTensor
 from infinity.codecs.grouped import GgufScheme, GroupedScheme, HqqScheme, MlxScheme
 from infinity.errors import ConfigError
 
-QUANTISATION_KEYS = ("quantization_config", "compression_config")
+_OF_MLX = "quantization"
+QUANTISATION_KEYS = ("quantization_config", "compression_config", _OF_MLX)
 _WIDE = ("BF16", "F16", "F32", "F64")
 _log = logging.getLogger("infinity")
 # Scales of activations and of a cache of keys and values, which training does not quantise.
@@ -43,9 +44,10 @@ def quantization_of(config: Mapping[str, Any], where: str) -> Mapping[str, Any] 
     Raises ConfigError if there are several that differ, or if one is no table.
     """
     sections = [config, *(value for value in config.values() if isinstance(value, dict))]
-    found = [section[key] for section in sections for key in QUANTISATION_KEYS if section.get(key)]
-    if not found and config.get("quantization"):  # MLX.
-        found = [config["quantization"]]
+    keys = [key for key in QUANTISATION_KEYS if key != _OF_MLX]
+    found = [section[key] for section in sections for key in keys if section.get(key)]
+    if not found and config.get(_OF_MLX):
+        found = [config[_OF_MLX]]
     for value in found:
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: expected a table of quantization, got {value!r}")

@@ -150,6 +150,27 @@ def test_a_quantised_base_is_decoded_or_kept(tmp_path, name, codec) -> None:
         assert torch.equal(kept[name], before.read(name) if is_same else decoded), name
 
 
+@pytest.mark.parametrize("codec", ["mlx", "hqq"])
+def test_a_base_of_another_writer_is_kept_under_its_names(tmp_path, codec) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    write_quantized(tiny_causal_lm("llama"), base, codec)
+    if codec == "mlx":  # mlx-lm has this key, too.
+        config = read_config(base)
+        config["quantization"] = config["quantization_config"]
+        (base / "config.json").write_text(json.dumps(config))
+    write_decoded(base, tmp_path / "decoded")
+    adapt(tmp_path / "decoded", adapter, target_modules=["q_proj"])
+    expected = merged_in_memory(tmp_path / "decoded", adapter, tmp_path / "expected")
+    assert_equal(merge(base, adapter, tmp_path / "out"), expected)
+    assert not {"quantization", "quantization_config"} & read_config(tmp_path / "out").keys()
+    merge(base, adapter, tmp_path / "kept", to="keep")
+    before, after = weight_source(base), weight_source(tmp_path / "kept")
+    assert before.stored_facts() == after.stored_facts()
+    assert after.encoded("model.layers.0.self_attn.q_proj.weight") == before.encoded(
+        "model.layers.0.self_attn.q_proj.weight"
+    )
+
+
 def test_an_adapter_of_another_base_is_refused_by_name(tmp_path) -> None:
     write_quantized(tiny_causal_lm("llama"), tmp_path / "base", "bf16")
     write_quantized(tiny_causal_lm("deepseek-v3"), tmp_path / "other", "bf16")
