@@ -159,8 +159,9 @@ def shape_of_config(
     model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
     text, config = text_model_of(model), hf_config.get_text_config()
     layers = _layers_of(text)
-    if layers is None:
-        raise ConfigError(f"{where}: {type(model).__name__} has no list of layers to plan")
+    if layers is None or not hasattr(config, "hidden_size"):
+        lacks = "list of layers" if layers is None else "hidden_size"
+        raise ConfigError(f"{where}: {type(model).__name__} has no {lacks} to plan")
     seen: set[int] = {id(p) for tower in towers(model).values() for p in tower.parameters()}
     blocks = tuple(_block_of(layer, config, seen, where) for layer in layers)
     tables = {

@@ -153,18 +153,35 @@ def test_all_weights_train_but_those_beside_the_text_model(model_type: str, tmp_
         assert is_equal == name.startswith(beside), name
 
 
-def test_what_train_refuses_new_and_plan_refuse_with_the_same_words(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
+@pytest.mark.parametrize(
+    ("model_type", "keys", "said"),
+    [
+        ("clip", {}, "no class that generates text for 'clip'"),
+        ("ctrl", {"n_embd": 16, "dff": 16, "n_layer": 2, "n_head": 2, "vocab_size": 256},
+         "`transformers.pytorch_utils.Conv1D`, `torch.nn.MultiheadAttention.`"),
+        ("falcon_mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 256},
+         "Module 'out_proj' is incompatible with Mamba-based models"),
+    ],
+)  # fmt: skip
+def test_what_train_refuses_new_and_plan_refuse_with_the_same_words(
+    model_type: str, keys: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    if keys:
+        config = transformers.AutoConfig.for_model(model_type, **keys)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    else:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     (tmp_path / "text.txt").write_text("one\n" * 200)
     file = tmp_path / "run.toml"
     file.write_text(
-        f'model.path = "{tmp_path}"\noutput.directory = "{tmp_path}/out"\n'
+        f'model.path = "{tmp_path}"\noutput.directory = "{tmp_path}/out"\nadapter.rank = 2\n'
         f'data = {{paths = ["{tmp_path}/text.txt"], sequence_length = 32}}\ntrain = {{steps = 2, batch_size = 2}}\n'
     )
-    said = []
-    for command in (["plan", "--model", tmp_path], ["new", tmp_path], ["plan", file]):
+    words = []
+    plan = ["plan", "--model", tmp_path, "--lora", 2, "--hardware", "dgx-2"]
+    for command in (plan, ["new", tmp_path], ["plan", file, "--hardware", "dgx-2"]):
         result = CliRunner().invoke(app, list(map(str, command)))
         assert result.exit_code == 2
-        said.append(" ".join(result.output.split()))
-    said.append(" ".join(run_script(COMMAND, "train", file).stderr.split()))
-    assert all("no class that generates text for 'clip'" in words for words in said), said
+        words.append(" ".join(result.output.split()))
+    words.append(" ".join(run_script(COMMAND, "train", file).stderr.split()))
+    assert all(said in text for text in words), words

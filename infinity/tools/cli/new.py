@@ -228,8 +228,11 @@ def _decide(
 
     from infinity.plan import load_hardware
     from infinity.tools.plan.decide import decide
+    from infinity.tools.plan.draft import draft
     from infinity.tools.plan.measure import measure_all
+    from infinity.tools.training.model import refuse_untrainable
 
+    refuse_untrainable(directory.path, draft(wish, None, spills=False).config)
     if asked.hardware is not None:
         machine = load_hardware(asked.hardware)
         return decide(wish, directory, lambda *_: machine)

@@ -16,7 +16,7 @@ from infinity.plan.predict import Forecast, forecast_again
 from infinity.plan.shapes import scaled_gpt
 from infinity.simulate.job import UNKNOWN_BATCH, Batch, batch_of
 from infinity.tools.plan.measure import measure
-from infinity.tools.training.model import build_model, plan_model
+from infinity.tools.training.model import build_model, plan_model, refuse_untrainable
 
 _SEQUENCE_LENGTH, _SEQUENCES = 2048, 16
 _UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -50,6 +50,7 @@ def planned_model(
     if directory is not None:
         if config.adapter is not None:
             drives = drives or directory.num_drives or None  # None before it is downloaded.
+        refuse_untrainable(directory.path, config)
         return model_for(config, directory.shape, directory.stored), drives
     if name is not None:
         return model_for(config, load_shape(name)), drives

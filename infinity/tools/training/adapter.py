@@ -75,8 +75,6 @@ def attach_adapter(
     Raises ConfigError, which names the module or tensor, for targets that the model lacks and for
     a saved adapter that is of another model, or of another base of the same model.
     """
-    import peft
-
     if base is None:
         raise ConfigError(
             "adapter: expected model.path, the directory of the base's weights; got "
@@ -90,6 +88,23 @@ def attach_adapter(
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
     torch.manual_seed(seed)
+    adapted = _wrapped(model, config, options)
+    if options.resume is not None:
+        _load(adapted, options.resume, base)
+    _BASES[adapted] = identity
+    return adapted
+
+
+def check_new_adapter(model: Any, options: AdapterConfig) -> None:
+    """Raises ConfigError as `attach_adapter` does for a new adapter, without its memory. The model
+    is changed."""
+    with torch.device("meta"):
+        _wrapped(model, _new_config(model, options), options)
+
+
+def _wrapped(model: Any, config: Any, options: AdapterConfig) -> Any:
+    import peft
+
     try:
         with without_renaming_notice():
             adapted = peft.get_peft_model(model, config)
@@ -98,15 +113,13 @@ def attach_adapter(
         if options.resume is None:
             _refuse_absent_targets(model, options.targets)
         raise ConfigError(f"adapter: {' '.join(str(error).split())}") from error
-    if options.resume is not None:
-        _load(adapted, options.resume, base)
-    elif not options.experts and adapted.peft_config["default"].target_parameters:
+    takes_experts = adapted.peft_config["default"].target_parameters
+    if options.resume is None and not options.experts and takes_experts:
         raise ConfigError(
             f"adapter.targets: PEFT takes {listed(list(options.targets))} of a "
             f"{type(model).__name__} for its routed experts; set adapter.experts = true to adapt "
             "them, or leave gate_proj, up_proj and down_proj out"
         )
-    _BASES[adapted] = identity
     return adapted
 
 

@@ -25,7 +25,11 @@ from infinity.modules.reading.configuration import (
     table_of_file,
     towers,
 )
-from infinity.tools.training.adapter import attach_adapter, refuse_tokens_of_head
+from infinity.tools.training.adapter import (
+    attach_adapter,
+    check_new_adapter,
+    refuse_tokens_of_head,
+)
 
 _log = logging.getLogger("infinity")
 
@@ -102,6 +106,18 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
         model = attach_adapter(model, config.adapter, base=plan.weights, seed=seed)
         refuse_tokens_of_head(model)
     return model
+
+
+def refuse_untrainable(path: Path, config: SwapConfig) -> None:
+    """Raises ConfigError as `build_model` does for the class of a directory, its checkpointing of
+    activations and a new adapter. Needs no weights."""
+    trusts_code = config.model is not None and config.model.trust_remote_code
+    where, hf_config = str(path / "config.json"), config_of_directory(path, trusts_code=trusts_code)
+    model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
+    if config.train is not None and config.train.activation_checkpointing:
+        checkpoint_activations(model)
+    if config.adapter is not None and config.adapter.resume is None:
+        check_new_adapter(model, config.adapter)
 
 
 def take_generation_config(model: Any, directory: Path) -> None:
