@@ -14,16 +14,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from infinity.api import close, gather, offload
+from infinity.api import close, forward, gather, offload
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.durable import replace_file
 from infinity.checkpoint.huggingface.import_weights import WeightSource
-from infinity.errors import ConfigError, corrupt
+from infinity.errors import ConfigError, UnsupportedError, corrupt
 from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
 from infinity.tools.training.base_identity import identify
 from infinity.tools.training.merge import adapter_layers, factors_of
@@ -115,6 +116,16 @@ def token_log_probs(model: Any, prompts: Sequence[Sequence[int]]) -> LogProbs:
     return rows
 
 
+def _all_log_probs(model: Any, chunks: list[list[list[int]]]) -> LogProbs:
+    """Reads the base once for all chunks, where the model's blocks can be passed one by one."""
+    compute = partial(token_log_probs, model)
+    try:
+        found = forward(model, compute, chunks)
+    except UnsupportedError:
+        found = [compute(chunk) for chunk in chunks]
+    return [row for rows in found for row in rows]
+
+
 def make_sheet(
     adapter: Path,
     source: WeightSource,
@@ -132,7 +143,7 @@ def make_sheet(
     config: of the tiers, as `infinity.offload` takes it
     locate: the groups whose faults the sheet tells apart: "kinds" of modules, also "layers", also
         single "modules". Each fault takes one forward, which reads the base once
-    progress: is called with (what is computed, forwards so far, forwards in all)
+    progress: is called with (what is computed, passes over the base so far, and in all)
     """
     identity = identify(source)
     layers = _faulty_layers(adapted)
@@ -143,25 +154,20 @@ def make_sheet(
         for fault in _faults_of(group, [layers[name] for name in names], names)
     ]
     chunks = [prompts[at : at + _FAULT_PROMPTS] for at in range(0, len(prompts), _FAULT_PROMPTS)]
-    total, done = 2 * len(chunks) + len(planned), 0
-
-    def forward(what: str, rows: list[list[int]]) -> LogProbs:
-        nonlocal done
-        progress(what, done, total)
-        done += 1
-        return token_log_probs(adapted, rows)
-
+    total = 2 + len(planned)
     offload(adapted, config, weights=source.path)
     try:
         adapted.eval()
-        with_adapter = [row for rows in chunks for row in forward("adapter", rows)]
+        progress("adapter", 0, total)
+        with_adapter = _all_log_probs(adapted, chunks)
+        progress("base", 1, total)
         with adapted.disable_adapter():
-            base = [row for rows in chunks for row in forward("base", rows)]
+            base = _all_log_probs(adapted, chunks)
         faults = []
-        for group, fault in planned:
-            changed = [layers[name] for name in groups[group]]
-            with _changed(changed, FAULTS[fault]):
-                faults.append(FaultSignature(group, fault, forward(f"{group}: {fault}", chunks[0])))
+        for number, (group, fault) in enumerate(planned, start=2):
+            progress(f"{group}: {fault}", number, total)
+            with _changed([layers[name] for name in groups[group]], FAULTS[fault]):
+                faults.append(FaultSignature(group, fault, token_log_probs(adapted, chunks[0])))
     finally:
         close(adapted)
     return Sheet(
