@@ -6,12 +6,12 @@ that a program measures, not those of a data sheet. The file names their source.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
 from infinity.errors import ConfigError
-from infinity.plan.tables import Table, read_table
+from infinity.plan.tables import Table
 from infinity.simulate.spec import Rates, drive_rates
 from infinity.sizes import parse_nbytes
 
@@ -104,21 +104,21 @@ class Hardware(Table):
         """
         host, device, nvme = self.host, self.device, self.nvme
         if self.shares_host_memory:
-            device = _part(device, count, "tflops", "decode_gb_per_s")
+            device = device.scaled(1 / count, "tflops", "decode_gb_per_s")
         elif count > device.count:
             raise ConfigError(
                 f"--ranks {count}: {self.name} has {device.count} device"
                 f"{'s' * (device.count != 1)}, and each rank needs one; --hardware names a machine "
                 "that has them (several devices of this one are not measured)"
             )
-        host = _part(
-            host, count, "update_gb_per_s", "sum_gb_per_s", "hold_gb_per_s", "sockets_gb_per_s",
+        host = host.scaled(
+            1 / count, "update_gb_per_s", "sum_gb_per_s", "hold_gb_per_s", "sockets_gb_per_s",
             "network_gb_per_s", memory=host.memory // count,
             norm_threads=max(1, host.norm_threads // count),
         )  # fmt: skip
         if nvme is not None:
-            nvme = _part(
-                nvme, count, "read_gb_per_s", "write_gb_per_s", "mixed_gb_per_s",
+            nvme = nvme.scaled(
+                1 / count, "read_gb_per_s", "write_gb_per_s", "mixed_gb_per_s",
                 "checkpoint_read_gb_per_s", capacity=nvme.capacity // count,
             )  # fmt: skip
         device = device.model_copy(update={"count": 1})
@@ -166,16 +166,6 @@ class Hardware(Table):
         return share * nvme.read_gb_per_s * 1e9
 
 
-_T = TypeVar("_T", bound=Table)
-
-
-def _part(table: _T, count: int, *rates: str, **others: int) -> _T:
-    """Returns the table with these rates divided, as far as they are set, and `others` as given."""
-    found = {name: getattr(table, name) for name in rates}
-    divided = {name: rate / count for name, rate in found.items() if rate is not None}
-    return table.model_copy(update=divided | others)
-
-
 def _per_s(gb_per_s: float | None, count: int = 1) -> float:
     """Returns the bytes per second of `count` links; a rate that is not given costs no time."""
     return float("inf") if gb_per_s is None else count * gb_per_s * _GIGA
@@ -184,4 +174,4 @@ def _per_s(gb_per_s: float | None, count: int = 1) -> float:
 def load_hardware(name: str) -> Hardware:
     """Loads a shipped machine by name, or a file by path. Raises ConfigError with the shipped
     names."""
-    return read_table(Hardware, "hardware", name)
+    return Hardware.read("hardware", name)

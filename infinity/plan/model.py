@@ -42,7 +42,7 @@ from infinity.plan.shapes import (
     refuse_unknown_targets,
     shape_of_config,
 )
-from infinity.plan.tables import Table, read_table
+from infinity.plan.tables import Table
 from infinity.state.units import OF_ADAM, Moments, TensorFacts, moments_of
 
 
@@ -73,7 +73,7 @@ class _ModelFile(Table):
 @functools.lru_cache(maxsize=32)
 def load_shape(name: str) -> ModelShape:
     """Loads the shapes of a shipped model by name, or of a file by path. Raises ConfigError."""
-    file = read_table(_ModelFile, "models", name)
+    file = _ModelFile.read("models", name)
     if file.gpt is not None:
         return gpt_shape(file.name, file.gpt.layers, file.gpt.hidden, file.gpt.vocab)
     if file.config is None or "model_type" not in file.config:

@@ -149,13 +149,8 @@ def _as_one(batch: Batch) -> Batch:
 
 def _with_another_drive(nvme: Nvme) -> Nvme:
     grown = (nvme.drives + 1) / nvme.drives
-    return nvme.model_copy(
-        update={
-            "drives": nvme.drives + 1,
-            "capacity": int(nvme.capacity * grown),
-            "read_gb_per_s": nvme.read_gb_per_s * grown,
-            "write_gb_per_s": nvme.write_gb_per_s * grown,
-            "mixed_gb_per_s": None if nvme.mixed_gb_per_s is None else nvme.mixed_gb_per_s * grown,
-            "endurance": None if nvme.endurance is None else int(nvme.endurance * grown),
-        }
-    )
+    return nvme.scaled(
+        grown, "read_gb_per_s", "write_gb_per_s", "mixed_gb_per_s", drives=nvme.drives + 1,
+        capacity=int(nvme.capacity * grown),
+        endurance=None if nvme.endurance is None else int(nvme.endurance * grown),
+    )  # fmt: skip
