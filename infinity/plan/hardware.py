@@ -54,7 +54,9 @@ class Device(Table):
     `gather_gb_per_s` is the rate at which each device receives from the others, and sends.
     `update_gb_per_s` has the meaning of the host's, for updates on the device. `decode_gb_per_s`
     counts the weights that are made of quantised ones, in the dtype that is computed with; without
-    it that takes no time. A device without memory is the host.
+    it that takes no time. `memory_gb_per_s` is the rate at which products of few rows read weights
+    from the device's memory, which bounds those of experts; without it they are as fast as others.
+    A device without memory is the host.
     """
 
     count: int = Field(1, ge=1)
@@ -65,6 +67,7 @@ class Device(Table):
     gather_gb_per_s: GbPerS | None = None
     update_gb_per_s: GbPerS | None = None
     decode_gb_per_s: GbPerS | None = None
+    memory_gb_per_s: GbPerS | None = None
 
 
 class Nvme(Table):
@@ -104,7 +107,7 @@ class Hardware(Table):
         """
         host, device, nvme = self.host, self.device, self.nvme
         if self.shares_host_memory:
-            device = device.scaled(1 / count, "tflops", "decode_gb_per_s")
+            device = device.scaled(1 / count, "tflops", "decode_gb_per_s", "memory_gb_per_s")
         elif count > device.count:
             raise ConfigError(
                 f"--ranks {count}: {self.name} has {device.count} device"
@@ -145,6 +148,7 @@ class Hardware(Table):
             hold=_per_s(host.hold_gb_per_s),
             device_update=_per_s(device.update_gb_per_s, count),
             decode=_per_s(device.decode_gb_per_s, count),
+            memory=_per_s(device.memory_gb_per_s, count),
             h2d=_per_s(device.h2d_gb_per_s, count),
             d2h=_per_s(device.d2h_gb_per_s, count),
             gather=gather,

@@ -7,6 +7,7 @@ that do not divide evenly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,9 +32,9 @@ from infinity.plan.inputs import (
     saved_on,
     waiting_nbytes,
 )
-from infinity.plan.layout import PlannedModel
+from infinity.plan.layout import ModuleWork, PlannedModel
 from infinity.plan.node import NodeView, RankLayout, layout_of_rank
-from infinity.simulate.job import Batch, make_job, rank_loads
+from infinity.simulate.job import Batch, make_job, num_fibers_of, rank_loads
 from infinity.simulate.log import WRITE
 from infinity.simulate.order import Use
 from infinity.simulate.spec import Rates, StepSpec
@@ -214,6 +215,9 @@ def _job(
     inputs_nbytes = None
     if config.placement.activations[0] == "host":
         inputs_nbytes = max(budgets.inputs_nbytes - waiting, 0)
+    num_fibers = num_fibers_of(config.schedule.micro_batch, batch)
+    works = model.hooked_modules
+    experts = [_experts(config, model, work, batch, num_fibers) for work in works]
     uses = [
         Use(
             hooked.units,
@@ -225,8 +229,12 @@ def _job(
             is_experts=hooked.is_experts,
             decoded_nbytes=sum(model.decoded_nbytes(model.units[unit]) for unit in hooked.units),
             passing_nbytes=(waiting, waiting) if hooked.is_experts else (0, 0),
+            expert_flops=expert_flops,
+            expert_nbytes=expert_nbytes,
         )
-        for hooked, block in zip(model.hooked_modules, model.blocks, strict=True)
+        for hooked, block, (expert_flops, expert_nbytes) in zip(
+            works, model.blocks, experts, strict=True
+        )
     ]
     loads = None
     if sharding is not None:
@@ -246,6 +254,23 @@ def _job(
         saved_on=tier, inputs_nbytes=inputs_nbytes,
     )  # fmt: skip
     return replace(job, keeps_experts=True) if model.has_base_in_place else job
+
+
+def _experts(
+    config: SwapConfig, model: PlannedModel, work: ModuleWork, batch: Batch, num_fibers: int
+) -> tuple[float, int]:
+    """Returns the FLOPs of routed experts in a forward of the batch, and the bytes of weights that
+    their products read: for all tokens at once in grouped tiles, else for each micro-batch."""
+    products = config.schedule.experts
+    is_grouped = products == "grouped" or (work.is_experts and products != "exact")
+    num_reads = 1 if is_grouped else num_fibers
+    flops, nbytes = 0.0, 0.0
+    for tensor in (t for unit in work.units for t in model.groups[unit].experts):
+        # Of an expert that no token has chosen, nothing is read.
+        chosen = batch.num_tokens / num_reads * tensor.multiplied / math.prod(tensor.facts.shape)
+        flops += 2.0 * batch.num_tokens * tensor.multiplied
+        nbytes += num_reads * min(chosen, 1.0) * tensor.nbytes
+    return flops, int(nbytes)
 
 
 def _update_place(

@@ -22,7 +22,8 @@ class Use:
     Without `has_backward`, no gradient passes the use. A tile of experts (`is_experts`) serves all
     micro-batches at once, and its backward repeats its forward; `passing_nbytes` are copied to the
     device for it, and from the device after it. `decoded_nbytes` of weights are made of stored ones
-    each time.
+    each time. `expert_flops` of the FLOPs are those of routed experts, for which the device reads
+    `expert_nbytes` of weights: each expert's once for all tokens that are multiplied together.
     """
 
     units: tuple[int, ...]
@@ -34,6 +35,8 @@ class Use:
     is_experts: bool = False
     passing_nbytes: tuple[int, int] = (0, 0)
     decoded_nbytes: int = 0
+    expert_flops: float = 0.0
+    expert_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,7 @@ class Rates:
     beside a device and one on the host. `hold` counts the bytes of weights that the engine maps
     under a computation on the host. `device_update` is `update` on the devices. `gather` is None
     with one device. `decode` counts the bytes of weights that are made of stored ones where they
-    are computed with.
+    are computed with, and `memory` those that products read there.
 
     `checkpoint_read` is the rate of the drives that hold the checkpoint of a frozen base; at most
     that of all drives.
@@ -236,6 +236,7 @@ class Rates:
     hold: float = float("inf")
     device_update: float = float("inf")
     decode: float = float("inf")
+    memory: float = float("inf")
     nvme_read: float = float("inf")
     nvme_write: float = float("inf")
     nvme_mixed: float = float("inf")
@@ -246,6 +247,12 @@ class Rates:
     peers: float = float("inf")
     sockets: float = float("inf")
     network: float = float("inf")
+
+    def product_s(self, use: Use, forwards: float) -> float:
+        """Returns the time of the products of a use, `forwards` times its forward. Those of experts
+        with few rows each take as long as the device reads their weights."""
+        read_s = use.expert_nbytes / self.memory - use.expert_flops / self.flops
+        return use.forward_flops * forwards / self.flops + forwards * max(read_s, 0.0)
 
     @property
     def checkpoint_slowness(self) -> float:

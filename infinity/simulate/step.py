@@ -281,7 +281,7 @@ class _Draft:
             is_pending = unit in pending
             pending.discard(unit)
             ready.append(self._fetch(unit, is_pending=is_pending))
-        duration_s = use.forward_flops * move.forwards / self.log.rates.flops + self._hold_s(use)
+        duration_s = self.log.rates.product_s(use, move.forwards) + self._hold_s(use)
         ready = self._decode(use, ready)
         computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)
@@ -295,8 +295,7 @@ class _Draft:
         use = self.log.job.uses[move.use]
         ready = [*(self._fetch(unit) for unit in self._fetches.units_of(move)), saved]
         ready.append(self._pass_in(move))
-        duration_s = use.forward_flops * move.forwards / self.log.rates.flops
-        duration_s += self._hold_s(use)
+        duration_s = self.log.rates.product_s(use, move.forwards) + self._hold_s(use)
         ready = self._decode(use, ready)
         computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,9 @@ from infinity.plan.inputs import activations_nbytes
 from infinity.plan.layout import PlannedModel
 from infinity.plan.model import load_shape, model_of_shape
 from infinity.plan.shapes import adapter_size, shape_of_config
+from infinity.simulate.log import COMPUTE
+from infinity.simulate.order import Use
+from infinity.simulate.spec import Rates
 from infinity.sizes import MIB, format_nbytes
 from infinity.tools.plan.report import answer, sentences
 
@@ -360,3 +366,39 @@ def test_a_base_in_sixteen_bits_needs_no_decoding() -> None:
     model = planned("qwen3-235b", targets=("q_proj",))
     assert not any(model.decoded_nbytes(unit) for unit in model.units)
     assert replace(model, frozen=None).num_params == pytest.approx(235.1e9, rel=0.001)
+
+
+# -- Experts by rows -------------------------------------------------------------------------------
+
+
+def test_products_of_few_rows_take_as_long_as_on_an_h200() -> None:
+    """Grouped products of 96 experts, with 85 to 1,365 rows each."""
+    results = Path(__file__).parents[2] / "bench/results/gpu.json"
+    measured = json.loads(results.read_text())["seventh"]["expert_products"]["rows"]
+    rates = Rates(flops=640e12, update=1.0, host=1.0, memory=3300e9)
+    for row in measured:
+        params = 96 * math.prod(map(int, row["matrix"].split("->")))
+        flops = 2.0 * row["rows_per_expert"] * params
+        use = Use((), flops, expert_flops=flops, expert_nbytes=2 * params)
+        assert flops / rates.product_s(use, 1) == pytest.approx(
+            1e12 * row["grouped_tflops"], rel=0.22
+        )
+
+
+def test_experts_are_read_for_each_micro_batch_and_by_grouped_tiles_once() -> None:
+    """32 rows an expert in a micro-batch of 256 tokens, 2,048 in all of them together."""
+    model, machine = planned("gpt-oss-20b"), load_hardware("1xh200-4nvme")
+    device = machine.device.model_copy(update={"memory_gb_per_s": 3300.0})
+    machine = machine.model_copy(update={"device": device})
+
+    def computing_s(micro_batch: int, **changes: Any) -> float:
+        settings = config("60GB", device="60GB", micro_batch=micro_batch, **changes)
+        return step_of(model, settings, machine, 16384).step.busy_s[COMPUTE]
+
+    nbytes = 2 * sum(t.multiplied * 32 / 4 for group in model.groups for t in group.experts)
+    read_s = 64 * nbytes / 3300e9
+    assert computing_s(1) - computing_s(64) > 2 * read_s, "there, back, and what is repeated"
+    tiled, at_once = (computing_s(size, tile=256 * MIB) for size in (1, 64))
+    assert tiled == pytest.approx(at_once, rel=0.01)
+    apart = computing_s(1, tile=256 * MIB, experts="exact")
+    assert apart - tiled > 2 * read_s
