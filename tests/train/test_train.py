@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from pathlib import Path
@@ -55,8 +56,8 @@ def run(table: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def swap_is_released(table: dict[str, Any]) -> bool:
-    swap = Path(table["tiers"]["nvme"][0]["path"])
-    return not swap.exists() or list(swap.iterdir()) == []
+    swaps = [Path(drive["path"]) for drive in table["tiers"].get("nvme", ())]
+    return all(not swap.exists() or list(swap.iterdir()) == [] for swap in swaps)
 
 
 def save_model(directory: Path, **options: Any) -> torch.nn.Module:
@@ -451,3 +452,25 @@ def test_train_refuses_impossible_runs_before_it_makes_a_swap_file(
     assert not (tmp_path / "swap").exists()
     if spoil is foreign_output:
         assert [entry.name for entry in (tmp_path / "output").iterdir()] == ["thesis.tex"]
+
+
+def test_a_full_drive_costs_checkpoints_and_not_the_run(table, monkeypatch):
+    """One that cannot hold a checkpoint at the start is refused."""
+
+    def refuse(directory, nbytes, *, operation="export", **_):
+        raise StorageError(errno.ENOSPC, operation=operation, path=str(directory), nbytes=nbytes)
+
+    table["checkpoint"] = {"every": 2}
+    table["tiers"].pop("nvme")  # A swap directory keeps the step.
+    table["placement"] = dict.fromkeys(("parameters", "master", "moments", "gradients"), "host")
+    with monkeypatch.context() as patch:
+        patch.setattr("infinity.checkpoint.run.save.check_space", refuse)
+        summary, printed = run(table)
+    assert [f"no checkpoint of step {step}" in printed for step in (2, 4)] == [True, True]
+    assert summary["steps_done"] == 4 and summary["checkpoint"] is None
+    card = (Path(summary["export_directory"]) / "README.md").read_text()
+    assert "| trained | all weights |" in card and "base_model" not in card
+    table["output"]["directory"] += "-2"
+    monkeypatch.setattr("infinity.tools.training.job.check_space", refuse)
+    with pytest.raises(StorageError, match="checkpoint"):
+        run(table)

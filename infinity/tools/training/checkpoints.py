@@ -10,10 +10,11 @@ Checkpoints are begun between steps, copied behind them, and awaited at the end 
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from infinity.checkpoint.run.inspection import damaged_after
 from infinity.checkpoint.run.load import Loaded, believing, load, read_program
 from infinity.checkpoint.run.save import async_save, commit, copy_behind
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, CorruptionError, InfinityError
+from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.tools.training.job import Job
 from infinity.tools.training.process import Interrupt
 from infinity.tools.training.report import Reporter, Summary
@@ -271,6 +272,29 @@ class RunCheckpoints:
 
     def after_step(self, step: int, interrupt: Interrupt) -> None:
         """Saves or commits the step, if its turn has come."""
+        with self._full_drive_spared(step):
+            self._after_step(step, interrupt)
+
+    def end(self, step: int, interrupt: Interrupt) -> None:
+        """Saves the last step, and waits for its copy. An interrupted run has nothing else."""
+        spared = nullcontext() if interrupt.received else self._full_drive_spared(step)
+        with spared:
+            self.save(step, interrupt)
+            self.end_copy(interrupt)
+
+    @contextmanager
+    def _full_drive_spared(self, step: int) -> Iterator[None]:
+        """Leaves out a checkpoint for which the drive has no space, with a warning: what was
+        trained is worth more. With a swap directory, which keeps the step, the run ends."""
+        try:
+            yield
+        except StorageError as error:
+            if error.errno != errno.ENOSPC or self._job.rank.count > 1 or self._config.tiers.nvme:
+                raise
+            self._saving = None
+            self._reporter.note(f"warning: no checkpoint of step {step}: {error}; the run goes on")
+
+    def _after_step(self, step: int, interrupt: Interrupt) -> None:
         if self._saving is not None and self._saving.done():
             self._note_saved(self._saving)
         checkpoint = self._config.checkpoint

@@ -1,14 +1,19 @@
-"""The end of a run for the person behind it: the commands that follow, and a message."""
+"""The end of a run for the person behind it: commands that follow, a model card, a message."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from shlex import quote
 from typing import Literal
 
 from infinity.config import SwapConfig
-from infinity.tools.training.report import Reporter, Summary
+from infinity.config.hub import model_name, published_name
+from infinity.tools.training.report import Reporter, Summary, clock_of
 
 Event = Literal["end", "failure", "plateau"]
 
@@ -35,6 +40,65 @@ def next_commands(config: SwapConfig, summary: Summary) -> list[str]:
         f"{'' if number else 'next:':<6}{command:<{width}}  # {what}"
         for number, (command, what) in enumerate(found)
     ]
+
+
+def model_card(config: SwapConfig, summary: Summary, kind: str) -> str:
+    """Returns README.md of the export: base, data, settings, losses, hardware and versions. `kind`
+    is the model type. The base has its name on the hub if it is in the hub's cache, for the hub
+    refuses a path."""
+    from huggingface_hub import ModelCardData
+
+    assert config.model is not None and config.train is not None and config.data is not None
+    path, adapter = config.model.path, config.adapter
+    name = None if path is None else published_name(path)
+    tags = ["infinity", kind, *([] if adapter is None else [adapter.method])]
+    data = ModelCardData(
+        base_model=name,
+        library_name="transformers" if adapter is None else "peft",
+        pipeline_tag="text-generation",
+        tags=tags,
+    )
+    base = name or ("random weights" if path is None else model_name(path))
+    how = "all weights" if adapter is None else f"{adapter.method} of rank {adapter.rank}"
+    numbers, train = summary.to_dict(), config.train
+    files = ", ".join(source.location.name for source in config.data.paths)
+    batch = train.batch_size * train.gradient_accumulation_steps
+    rows = {
+        "base": base,
+        "trained": how,
+        "data": f"{files}; {numbers['num_tokens']:,.0f} tokens",
+        "steps": f"{summary.resumed_at + numbers['steps_done']:,} of {batch} sequences of at most "
+        f"{config.data.sequence_length} tokens",
+        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}, "
+        f"schedule {train.schedule}",
+        "loss": _fall(numbers["loss_first"], numbers["loss_last_mean"]),
+        "held-out loss": ", ".join(
+            f"{loss:.3f} at {step}" for step, loss in summary.held_out_losses
+        ),
+        "time": clock_of(numbers["time"]["steps_s"]),
+        "hardware": _hardware(),
+        "versions": ", ".join(f"{name} {version}" for name, version in _versions()),
+    }
+    table = "".join(f"| {row} | {said} |\n" for row, said in rows.items() if said)
+    return f"---\n{data.to_yaml()}\n---\n\n# {base}: {how}\n\n| | |\n| --- | --- |\n{table}"
+
+
+def _fall(first: float | None, last: float | None) -> str:
+    return "" if first is None or last is None else f"{first:.3f} to {last:.3f}"
+
+
+def _hardware() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return f"{os.cpu_count()} processors, no GPU"
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in ("infinity-offload", "torch", "transformers", "trl", "peft"):
+        with suppress(PackageNotFoundError):
+            yield package, version(package)
 
 
 class Notices:

@@ -6,6 +6,7 @@ import inspect
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: J
     if rank.is_first:
         output = OutputDirectory(config, resumed=resume.path if resume is not None else None)
         stack.callback(output.close)
+        _check_checkpoint_space(model, config, output.path)
         if config.output.export:
             max_nbytes = config.output.max_shard_size
             check_space(
@@ -103,6 +105,24 @@ def prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: J
         resume=resume,
         rank=rank,
         started_s=started_s,
+    )
+
+
+def _check_checkpoint_space(model: Any, config: SwapConfig, output: Path) -> None:
+    """Raises StorageError if the drive has no space for a checkpoint of what is trained. With a
+    swap directory, checkpoints may be links, and `offload` reserves their space."""
+    if config.checkpoint is None or config.tiers.nvme:
+        return
+    trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    moment_nbytes = 1 if config.precision.moments == "8bit" else 4
+    place = config.checkpoint_directory
+    check_space(
+        place if place.is_dir() else output,
+        trained * (4 + moment_nbytes * config.optimizer.num_moments),
+        path=place,
+        operation="checkpoint",
+        needs="a checkpoint needs",
+        remedy="; free space, or name another checkpoint.directory",
     )
 
 

@@ -33,13 +33,14 @@ from rich.console import Console
 
 import infinity
 from infinity.checkpoint import export_safetensors
+from infinity.checkpoint.durable import replace_file
 from infinity.config import SwapConfig
 from infinity.errors import InfinityError, NonFiniteError
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
 from infinity.tools.training.adapter import save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
-from infinity.tools.training.ending import Notices, next_commands
+from infinity.tools.training.ending import Notices, model_card, next_commands
 from infinity.tools.training.job import Job, prepare
 from infinity.tools.training.model import generate, share_budgets
 from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
@@ -109,6 +110,11 @@ class Products:
                     max_shard_nbytes=self._config.output.max_shard_size,
                     tokenizer=tokenizer,
                 )
+        card = model_card(self._config, self._summary, self._job.plan.hf_config.model_type)
+        try:
+            replace_file(directory / "README.md", card)
+        except OSError as error:
+            self._reporter.note(f"warning: the model card is not written: {error}")
 
     def sample(self, interrupt: Interrupt) -> None:
         """Lets the model write the text of `[train.sample]`."""
@@ -261,8 +267,7 @@ class Run:
                     f"train.early_stopping_patience={patience} evaluations in a row without a "
                     "new lowest loss; a larger one makes it go on, and so does 0, which is none"
                 )
-        self.checkpoints.save(self.num_steps, interrupt)
-        self.checkpoints.end_copy(interrupt)
+        self.checkpoints.end(self.num_steps, interrupt)
 
     def _is_stopped(self, interrupt: Interrupt) -> bool:
         """Whether any rank was asked to end. A signal reaches ranks at different times."""
