@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from infinity.tools.pretrained import from_pretrained
+    from infinity.tools.scoring.logprobs import score
 
 __version__ = "0.1.0"
 
@@ -82,8 +83,14 @@ __all__ = [
     "gather",
     "init_empty_weights",
     "offload",
+    "score",
     "shrink",
 ]
+
+_TOOLS = {
+    "from_pretrained": "infinity.tools.pretrained",
+    "score": "infinity.tools.scoring.logprobs",
+}
 
 if _strange := namesake.strange_entries(__path__):
     import warnings
@@ -104,6 +111,6 @@ def __getattr__(name: str) -> Any:
 
     require_release("torch", "infinity")
     # Kept: the check reads the metadata of torch, a millisecond for each `infinity.gather`.
-    place = "infinity.tools.pretrained" if name == "from_pretrained" else "infinity.api"
+    place = _TOOLS.get(name, "infinity.api")
     globals()[name] = found = getattr(importlib.import_module(place), name)
     return found

@@ -1,0 +1,105 @@
+"""`infinity score`: the command around `infinity.tools.scoring`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from infinity.tools.cli.options import Json, Quiet
+
+if TYPE_CHECKING:
+    from infinity.tools.scoring.program import Request, Total
+
+
+def score(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A directory of weights, or the hub's name.")
+    ],
+    data: Annotated[
+        list[Path],
+        typer.Argument(metavar="DATA", help="Texts, or records as `infinity train` reads them."),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="A .jsonl or .parquet file.")
+    ],
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", metavar="DIR", help="An adapter in PEFT's format.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="A swap-tier file. Default: what suits this machine."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="NAME", help="float32 or bfloat16. Default: the model's."),
+    ] = None,
+    top_k: Annotated[
+        int, typer.Option("--top-k", metavar="N", help="Also the N likeliest tokens at each place.")
+    ] = 0,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max-length",
+            metavar="N",
+            help="Tokens of a piece of a text file. A longer record is refused.",
+        ),
+    ] = None,
+    sweep_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--sweep-tokens",
+            metavar="N",
+            help="Tokens that pass the weights together. Default: 32768, on a GPU 131072.",
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the directory's own code.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the log-probability of every token of texts under a model of any size.
+
+    Every weight is read once for many texts. Each record is one row, written when its sweep is
+    over. The same command goes on where a run was ended.
+    """
+    from infinity.config.extras import require_transformers
+    from infinity.tools.scoring import program
+
+    require_transformers("infinity score")
+    request = program.Request(
+        model=model, data=tuple(data), output=output, adapter=adapter, config=config, dtype=dtype,
+        top_k=top_k, max_length=max_length, sweep_tokens=sweep_tokens,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    total = _run(request, quiet=quiet)
+    if as_json:
+        typer.echo(json.dumps(total.to_dict(), indent=2))
+    elif not quiet:
+        typer.echo(f"{output}: {total}")
+
+
+def _run(request: Request, *, quiet: bool) -> Total:
+    """Runs the request under a bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from infinity.tools.scoring import program
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True, quiet=quiet)
+    with Progress(*columns, console=console, disable=quiet) as bar:
+        task = bar.add_task("reading the model and the data", total=None)
+
+        def note(done: int, total: int, read_nbytes: int) -> None:
+            elapsed_s = bar.tasks[0].elapsed or 1.0
+            rates = f"{done / elapsed_s:,.0f} tokens/s, {read_nbytes / elapsed_s / 1e9:.2f} GB/s"
+            what = f"{done:,} of {total:,} tokens, {rates}"
+            bar.update(task, total=total, completed=done, description=what)
+
+        return program.run(request, note=note)

@@ -1,0 +1,1 @@
+"""`infinity score`: log-probabilities of texts; one read of the weights for many texts."""

@@ -1,0 +1,172 @@
+"""Log-probabilities of the tokens of sequences, many sequences in one sweep over the weights.
+
+A sequence is a forward of its own, without padding, so its numbers have the bits of
+`model(ids).logits.float().log_softmax(-1)` whatever else passes the blocks with it. The head of a
+long sequence runs in slices of rows, which round as products of that many rows do: logits of all
+rows are never in memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.api import forward
+from infinity.engine.registry import engine_of
+from infinity.errors import ConfigError
+
+# Elements of the logits of a slice. fp32 logits and their logarithms take 8 bytes each.
+_MOST_LOGITS = 1 << 27
+# Each sequence of a sweep is a suspended thread.
+_MOST_SEQUENCES = 256
+_TOKENS_ON_HOST, _TOKENS_ON_DEVICE = 1 << 15, 1 << 17  # In a sweep.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """The log-probabilities of one sequence of n tokens, each given the tokens before it.
+
+    logprobs: fp32 (n - 1,) on the host; entry i is that of token i + 1
+    top_ids, top_logprobs: int64 and fp32 (n - 1, k), the likeliest first; None without `top_k`
+    """
+
+    logprobs: torch.Tensor
+    top_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+
+
+def score(
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]],
+    *,
+    top_k: int = 0,
+    sweep_tokens: int | None = None,
+) -> Iterator[TokenScores]:
+    """Yields the log-probabilities of each sequence of token ids, in their order.
+
+    Sequences pass the blocks of the offloaded causal language model together, `sweep_tokens` tokens
+    at a time (None: 32,768, or 131,072 on a device with memory of its own), so each weight is read
+    once a sweep. Hidden states of one sweep are in the memory of the device. The model is in eval
+    mode meanwhile, without gradients. What is yielded first comes after the first sweep.
+
+    sequences: at least two token ids each, all below the vocabulary
+    top_k: as many of the likeliest tokens at each place
+
+    Raises ConfigError, which names the sequence, before anything is read.
+    """
+    check(model, sequences, top_k)
+    was_training = model.training
+    model.eval()
+    try:
+        for start, end in sweeps([len(ids) for ids in sequences], sweep_tokens, model):
+            call = partial(score_sequence, model, top_k=top_k)
+            yield from forward(model, call, sequences[start:end])
+    finally:
+        model.train(was_training)
+
+
+def sweeps(
+    lengths: Sequence[int], sweep_tokens: int | None, model: nn.Module
+) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of sequences that pass together. A sequence that is longer than a sweep
+    passes alone."""
+    if sweep_tokens is None:
+        has_memory = not engine_of(model).device.shares_host_memory
+        sweep_tokens = _TOKENS_ON_DEVICE if has_memory else _TOKENS_ON_HOST
+    start = count = 0
+    for end, length in enumerate(lengths):
+        if end > start and (count + length > sweep_tokens or end - start == _MOST_SEQUENCES):
+            yield start, end
+            start, count = end, 0
+        count += length
+    if start < len(lengths):
+        yield start, len(lengths)
+
+
+def check(model: nn.Module, sequences: Sequence[Sequence[int]], top_k: int) -> None:
+    """Raises ConfigError, which names the sequence, for what the model cannot score."""
+    config: Any = causal_of(model).config.get_text_config()
+    most, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
+    if not 0 <= top_k <= most:
+        raise ConfigError(f"top_k: expected 0 to {most}, the model's vocabulary; got {top_k}")
+    for number, ids in enumerate(sequences):
+        if len(ids) < 2:
+            raise ConfigError(
+                f"sequence {number} has {len(ids)} tokens; expected two or more, because a token "
+                "is scored by those before it"
+            )
+        if not 0 <= min(ids) <= max(ids) < most:
+            raise ConfigError(f"sequence {number} has a token outside the vocabulary of {most}")
+        if positions is not None and len(ids) > positions:
+            raise ConfigError(
+                f"sequence {number} has {len(ids)} tokens, and the model {positions} positions; "
+                "cut it"
+            )
+
+
+def causal_of(model: Any) -> Any:
+    """Returns the causal language model of transformers, which an adapter may be around."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def score_sequence(model: nn.Module, ids: Sequence[int], *, top_k: int) -> TokenScores:
+    """Returns the scores of one sequence. Runs in the sweep, or alone."""
+    device = next(model.parameters()).device
+    row, num_rows = torch.tensor([list(ids)], device=device), len(ids) - 1
+    causal = causal_of(model)
+    at_once = max(1, _MOST_LOGITS // int(causal.config.get_text_config().vocab_size))
+    if num_rows <= at_once or "logits_to_keep" not in inspect.signature(causal.forward).parameters:
+        logits = model(input_ids=row, use_cache=False).logits[0, :-1]
+        return _scores(logits, row[0, 1:], top_k)
+    parts = []
+    with _run_once(causal):
+        for first in range(0, num_rows, at_once):
+            rows = torch.arange(first, min(first + at_once, num_rows), device=device)
+            logits = model(input_ids=row, use_cache=False, logits_to_keep=rows).logits[0]
+            parts.append(_scores(logits, row[0, 1:][rows], top_k))
+            del logits
+    if not top_k:
+        return TokenScores(logprobs=torch.cat([part.logprobs for part in parts]))
+    return TokenScores(
+        logprobs=torch.cat([part.logprobs for part in parts]),
+        top_ids=torch.cat([part.top_ids for part in parts if part.top_ids is not None]),
+        top_logprobs=torch.cat(
+            [part.top_logprobs for part in parts if part.top_logprobs is not None]
+        ),
+    )
+
+
+@contextmanager
+def _run_once(causal: Any) -> Iterator[None]:
+    """Lets further calls of the model use the hidden states of its first one, so that its own head,
+    with its scales and caps, runs in slices."""
+    backbone = getattr(causal, causal.base_model_prefix)
+    plain = backbone.forward
+    made: list[Any] = []
+
+    def run(*args: Any, **options: Any) -> Any:
+        if not made:
+            made.append(plain(*args, **options))
+        return made[0]
+
+    backbone.forward = run
+    try:
+        yield
+    finally:
+        backbone.forward = plain
+
+
+def _scores(logits: torch.Tensor, targets: torch.Tensor, top_k: int) -> TokenScores:
+    found = logits.float().log_softmax(-1)
+    logprobs = found.gather(-1, targets[:, None])[:, 0].cpu()
+    if not top_k:
+        return TokenScores(logprobs=logprobs)
+    top = found.topk(top_k, -1)
+    return TokenScores(logprobs=logprobs, top_ids=top.indices.cpu(), top_logprobs=top.values.cpu())

@@ -1,0 +1,301 @@
+"""A run of `infinity score`: opens the model frozen, scores what is left, writes as it goes.
+
+The rows of a sweep are written together and synced before the next sweep. A run that was killed
+goes on behind the last complete row, if model, adapter, data and options are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from infinity.api import close, forward, offload
+from infinity.checkpoint import weight_source
+from infinity.checkpoint.durable import replace_file, sync_directory, sync_file
+from infinity.config import AdapterConfig, SwapConfig
+from infinity.config.hub import in_hub_cache
+from infinity.engine.registry import engine_of
+from infinity.errors import ConfigError
+from infinity.tools.pretrained import choose_config, empty_pretrained, for_directory
+from infinity.tools.scoring.logprobs import TokenScores, score_sequence, sweeps
+from infinity.tools.scoring.logprobs import check as check_sequences
+from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
+from infinity.tools.training.adapter import attach_adapter
+from infinity.tools.training.tokenizers import open_tokenizer
+
+_ROWS_AT_ONCE = 256
+_FROZEN = SimpleNamespace(r=1, target_parameters=None)  # Memory is planned as beside an adapter.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a run scores, and how. `output` ends with .jsonl or .parquet."""
+
+    model: Path
+    data: tuple[Path, ...]
+    output: Path
+    adapter: Path | None = None
+    config: Path | None = None
+    dtype: str | None = None
+    top_k: int = 0
+    max_length: int | None = None
+    sweep_tokens: int | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """The result of a run. Log-probabilities are natural logarithms, of scored tokens."""
+
+    num_records: int
+    num_tokens: int
+    mean_logprob: float
+    perplexity: float
+    seconds: float
+    read_nbytes: int  # From drives, by this process.
+    resumed_at: int  # Records that were there already.
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_records:,} records, {self.num_tokens:,} tokens, perplexity "
+            f"{self.perplexity:.4g}, in {self.seconds:,.0f} s"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the numbers by name."""
+        return asdict(self)
+
+
+class ScoreRows:
+    """The file of rows, and beside it what they were made of. A Parquet file is made at the end, of
+    the rows in `<output>.rows.jsonl`."""
+
+    def __init__(self, request: Request, made_of: dict[str, Any]) -> None:
+        self._target = request.output
+        if request.output.suffix not in (".jsonl", ".parquet"):
+            raise ConfigError(f"--output {request.output}: expected a .jsonl or .parquet file")
+        self._is_table = request.output.suffix == ".parquet"
+        name = request.output.name
+        self._rows = (
+            request.output.with_name(name + ".rows.jsonl") if self._is_table else self._target
+        )
+        self._note = request.output.with_name(name + ".made-of.json")
+        self._made_of = made_of
+        self.num_done = 0
+
+    def open(self) -> tuple[float, float]:
+        """Finds the rows of a run that was ended, and cuts one that is torn. Returns the sum of
+        their log-probabilities, and the number of these. Raises ConfigError for rows of another
+        run, or of a complete one."""
+        before = json.loads(self._note.read_text()) if self._note.is_file() else None
+        if before is None and self._target.exists():
+            raise ConfigError(f"{self._target} exists, and not from `infinity score`; move it away")
+        if before is not None:
+            differing = [k for k, value in self._made_of.items() if before.get(k) != value]
+            if differing:
+                raise ConfigError(
+                    f"{self._target} was made with another {', '.join(differing)}; give another "
+                    "--output, or remove it"
+                )
+            if before.get("is_complete"):
+                raise ConfigError(f"{self._target} is complete; remove it to score again")
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self._note, json.dumps(self._made_of, indent=2))
+        return self._cut()
+
+    def _cut(self) -> tuple[float, float]:
+        total = count = 0.0
+        if not self._rows.exists():
+            return total, count
+        with self._rows.open("rb+") as file:
+            end = 0
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                row = json.loads(line)
+                end += len(line)
+                self.num_done += 1
+                total += row["sum_logprob"]
+                count += row["num_scored"]
+            file.truncate(end)
+        return total, count
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Appends rows, and waits until they are on the drive."""
+        with self._rows.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        self.num_done += len(rows)
+
+    def end(self) -> None:
+        """Makes the Parquet file, and notes that the run is complete."""
+        if self._is_table:
+            partial = self._target.with_name(self._target.name + ".partial")
+            with self._rows.open(encoding="utf-8") as file:
+                _write_table(partial, map(json.loads, file))
+            partial.replace(self._target)
+            self._rows.unlink()
+        replace_file(self._note, json.dumps(self._made_of | {"is_complete": True}, indent=2))
+        sync_directory(self._target.parent)
+
+
+def _write_table(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    """Writes rows as Parquet, with the numbers that Python reads: readers of JSON for tables round
+    some to a neighbour. An `id` is a text there."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    numbers, tokens = pa.list_(pa.float64()), pa.list_(pa.int64())
+    kinds = {
+        "record": pa.int64(), "id": pa.string(), "tokens": tokens, "logprobs": numbers,
+        "num_scored": pa.int64(), "sum_logprob": pa.float64(), "mean_logprob": pa.float64(),
+        "perplexity": pa.float64(), "is_answer": pa.list_(pa.int8()),
+        "top_tokens": pa.list_(tokens), "top_logprobs": pa.list_(numbers),
+    }  # fmt: skip
+    writer: Any = None
+    while batch := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+        for row in batch:
+            row["id"] = None if row["id"] is None else str(row["id"])
+        schema = writer.schema if writer else pa.schema([(name, kinds[name]) for name in batch[0]])
+        writer = writer or parquet.ParquetWriter(path, schema)
+        writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+    if writer is not None:
+        writer.close()
+    sync_file(path)
+
+
+def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: None) -> Total:
+    """Scores all records. `note(tokens done, tokens in all, bytes read)` is called behind each
+    sweep. Raises InfinityError; what cannot be scored is refused before weights are read."""
+    begun_s = time.perf_counter()
+    directory = in_hub_cache(request.model.expanduser())
+    chosen = (
+        SwapConfig.load(request.config) if request.config else choose_config(directory, _FROZEN)
+    )
+    config = for_directory(chosen, directory, request.dtype)
+    model = empty_pretrained(
+        directory, config, None, {"trust_remote_code": request.trust_remote_code}
+    )
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    tokenizer = open_tokenizer(directory)
+    sequences = read_sequences(request.data, tokenizer, vocab_size, request.max_length)
+    check_sequences(model, [sequence.ids for sequence in sequences], request.top_k)
+    output = ScoreRows(request, _made_of(request, directory, sequences))
+    total, count = output.open()
+    resumed_at, read_nbytes = output.num_done, 0
+    left = sequences[output.num_done :]
+    if left:
+        if request.adapter is not None:
+            adapter = AdapterConfig.model_validate({"resume": str(request.adapter)})
+            model = attach_adapter(model, adapter, base=weight_source(directory), seed=0)
+        model.requires_grad_(False).eval()
+        offload(model, config, weights=directory)
+        try:
+            total, count, read_nbytes = _score(model, left, request, output, (total, count), note)
+        finally:
+            close(model)
+    output.end()
+    mean = total / count if count else math.nan
+    return Total(
+        num_records=len(sequences),
+        num_tokens=sum(len(sequence.ids) for sequence in sequences),
+        mean_logprob=mean,
+        perplexity=math.exp(-mean) if count else math.nan,
+        seconds=time.perf_counter() - begun_s,
+        read_nbytes=read_nbytes,
+        resumed_at=resumed_at,
+    )
+
+
+def _score(
+    model: Any,
+    left: Sequence[ScoredSequence],
+    request: Request,
+    output: ScoreRows,
+    sums: tuple[float, float],
+    note: Callable[[int, int, int], None],
+) -> tuple[float, float, int]:
+    """Returns the sums of log-probabilities and of scored tokens, and the bytes read."""
+    (total, count), counters = sums, engine_of(model).counters
+    num_tokens, done = sum(len(sequence.ids) for sequence in left), 0
+
+    def read_nbytes() -> int:
+        found = counters.snapshot()
+        return int(found.get("nvme_read_nbytes", 0) + found.get("shard_read_nbytes", 0))
+
+    def call(sequence: ScoredSequence) -> TokenScores:
+        return score_sequence(model, sequence.ids, top_k=request.top_k)
+
+    lengths = [len(sequence.ids) for sequence in left]
+    for start, end in sweeps(lengths, request.sweep_tokens, model):
+        scores = forward(model, call, left[start:end])
+        rows = [row_of(*pair) for pair in zip(left[start:end], scores, strict=True)]
+        output.write(rows)
+        total += sum(row["sum_logprob"] for row in rows)
+        count += sum(row["num_scored"] for row in rows)
+        done += sum(lengths[start:end])
+        note(done, num_tokens, read_nbytes())
+    return total, count, read_nbytes()
+
+
+def row_of(sequence: ScoredSequence, scores: TokenScores) -> dict[str, Any]:
+    """Returns the row of a sequence. Entry i of `logprobs` is that of token i; the first token has
+    none. Sums and means are over the answer where the record has one."""
+    logprobs = scores.logprobs.tolist()
+    mask = sequence.mask[1:] if sequence.mask is not None else [1] * len(logprobs)
+    scored = [value for value, is_scored in zip(logprobs, mask, strict=True) if is_scored]
+    mean = sum(scored) / len(scored) if scored else None
+    row: dict[str, Any] = {
+        "record": sequence.record,
+        "id": sequence.name,
+        "tokens": sequence.ids,
+        "logprobs": [None, *logprobs],
+        "num_scored": len(scored),
+        "sum_logprob": sum(scored),
+        "mean_logprob": mean,
+        "perplexity": None if mean is None else math.exp(-mean),
+    }
+    if sequence.mask is not None:
+        row["is_answer"] = sequence.mask
+    if scores.top_ids is not None and scores.top_logprobs is not None:
+        row["top_tokens"] = [[], *scores.top_ids.tolist()]
+        row["top_logprobs"] = [[], *scores.top_logprobs.tolist()]
+    return row
+
+
+def _made_of(
+    request: Request, directory: Path, sequences: Sequence[ScoredSequence]
+) -> dict[str, Any]:
+    """Returns what the rows follow from, but for how many pass together."""
+    digest = hashlib.sha256()
+    for sequence in sequences:
+        digest.update(json.dumps([sequence.ids, sequence.mask, sequence.name]).encode())
+    shards = sorted(directory.glob("*.safetensors"))
+    sizes = [(path.name, path.stat().st_size) for path in shards]
+    return {
+        "model": str(directory),
+        "weights": hashlib.sha256(repr(sizes).encode()).hexdigest(),
+        "adapter": _digest_of(request.adapter),
+        "tokens": digest.hexdigest(),
+        "dtype": request.dtype,
+        "top_k": request.top_k,
+    }
+
+
+def _digest_of(adapter: Path | None) -> str | None:
+    if adapter is None:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(adapter.glob("adapter_*")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,125 @@
+"""The files of `infinity score` as sequences of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.config import DataSource
+from infinity.errors import ConfigError
+from infinity.tools.training.chat import CHATML, encode_chats
+from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
+from infinity.tools.training.records import kind_of_columns, load_records
+from infinity.tools.training.tokenizers import Tokenizer
+
+_NUM_READ = 256  # Records at a time.
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSequence:
+    """The tokens of a record, or of a part of a text file.
+
+    record: its number in all files, from 0 on
+    name: the record's `id`, or the path of the text file
+    mask: of the tokens that were an answer or completion; None if all tokens are of one kind
+    """
+
+    record: int
+    name: Any
+    ids: list[int]
+    mask: list[int] | None = None
+
+
+def read_sequences(
+    paths: Sequence[Path], tokenizer: Tokenizer, vocab_size: int, max_length: int | None
+) -> list[ScoredSequence]:
+    """Reads texts, conversations, completions or token ids. Text files are cut into pieces of
+    `max_length` tokens; a record that is longer is refused.
+
+    Raises ConfigError, which names the file and the record.
+    """
+    texts, records = collect_files([DataSource.model_validate(str(path)) for path in paths])
+    if texts:
+        return list(_of_texts(texts, tokenizer, max_length))
+    found = list(_of_records(records, tokenizer, vocab_size))
+    for sequence in found:
+        if max_length is not None and len(sequence.ids) > max_length:
+            raise ConfigError(
+                f"record {sequence.record + 1} has {len(sequence.ids)} tokens, more than "
+                f"{max_length}; leave it out, or cut it"
+            )
+    return found
+
+
+def _of_texts(
+    files: Sequence[Path], tokenizer: Tokenizer, max_length: int | None
+) -> Iterator[ScoredSequence]:
+    record = 0
+    for path in files:
+        ids = [int(token) for part in tokenizer.encode_file(read_utf8(path)) for token in part]
+        length = max_length or max(2, len(ids))
+        for start in range(0, len(ids), length):
+            part = ids[start : start + length]
+            if len(part) > 1:  # A token is scored by those before it.
+                yield ScoredSequence(record, str(path), part)
+                record += 1
+
+
+def _of_records(
+    paths: list[Path], tokenizer: Tokenizer, vocab_size: int
+) -> Iterator[ScoredSequence]:
+    dataset, place = load_records(paths, vocab_size=vocab_size), str(paths[0])
+    kind = kind_of_columns(dataset.column_names, place)
+    if kind == "preferences":
+        raise ConfigError(
+            f"{place} holds preferences; write chosen and rejected as completions to score both"
+        )
+    fast = tokenizer.for_records()
+    names = list(_names(paths))
+    if "input_ids" not in dataset.column_names and _has_messages(dataset):
+        fast.chat_template = fast.chat_template or CHATML
+        dataset = encode_chats(dataset, kind, fast, place, assistant_only=False)
+    for number, row in enumerate(_rows(dataset)):
+        record = row.get("record", number)
+        name = names[record] if names else None
+        if "input_ids" in row:
+            mask = row.get("completion_mask") or row.get("assistant_masks")
+            yield ScoredSequence(record, name, list(row["input_ids"]), mask)
+        elif kind == "texts":
+            yield ScoredSequence(record, name, list(fast(row["text"])["input_ids"]))
+        else:
+            prompt = list(fast(row["prompt"])["input_ids"])
+            ids = list(fast(row["prompt"] + row["completion"])["input_ids"])
+            shared = _num_shared(prompt, ids)
+            yield ScoredSequence(record, name, ids, [0] * shared + [1] * (len(ids) - shared))
+
+
+def _num_shared(prompt: list[int], ids: list[int]) -> int:
+    """Returns the tokens that prompt and text begin with: a token may join the two."""
+    pairs = enumerate(zip(prompt, ids, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
+
+
+def _has_messages(dataset: Any) -> bool:
+    from datasets import Json
+
+    return any(isinstance(feature, Json) for feature in dataset.features.values())
+
+
+def _rows(dataset: Any) -> Iterator[dict[str, Any]]:
+    for batch in dataset.iter(_NUM_READ):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
+
+
+def _names(paths: Sequence[Path]) -> Iterator[Any]:
+    """Yields the `id` of every record; nothing where no file has that column."""
+
+    def only(columns: list[str]) -> list[str]:
+        return [name for name in columns if name == "id"] or columns[:1]
+
+    found = [row.get("id") for path in paths for row in read_rows(path, only)]
+    if any(name is not None for name in found):
+        yield from found

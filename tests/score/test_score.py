@@ -1,0 +1,209 @@
+"""`infinity score` and `infinity.score`: the log-probabilities of a plain forward, whatever passes
+together, and rows that a killed run neither loses nor doubles."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.tools.scoring import logprobs, program
+from infinity.tools.scoring.program import Request
+from tests.parity.zoo import ZOO
+from tests.support.offloading import offloaded, swap_config
+
+SEQUENCES = [[3, 5, 7, 11, 2], [1, 2], [9] * 17, [4, 8, 15, 16, 23, 42]]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def plain(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gpt2", "qwen3", "phi3", "gpt_neox", "gptj", "mixtral", "qwen3_moe", "deepseek_v3",
+     "lora-experts"],
+)  # fmt: skip
+def test_scores_have_the_bits_of_a_plain_forward(name: str, swap_directory: Path) -> None:
+    expected = [plain(ZOO[name].build(0).eval(), ids) for ids in SEQUENCES]
+    with offloaded(ZOO[name].build(0).train(), swap_config(swap_directory)) as model:
+        scores = list(infinity.score(model, SEQUENCES, top_k=3, sweep_tokens=20))
+        assert model.training
+    for ids, full, found in zip(SEQUENCES, expected, scores, strict=True):
+        assert torch.equal(found.logprobs, full.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+        top = full.topk(3)
+        assert found.top_ids is not None and found.top_logprobs is not None
+        assert torch.equal(found.top_ids, top.indices)
+        assert torch.equal(found.top_logprobs, top.values)
+
+
+def test_the_head_runs_in_slices_with_the_caps_of_the_model(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of several rows: a product of one row is computed by another kernel."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, final_logit_softcapping=2.0,
+    )  # fmt: skip
+    made = Gemma2ForCausalLM(config).eval()
+    expected = [plain(made, ids) for ids in SEQUENCES]
+    monkeypatch.setattr(logprobs, "_MOST_LOGITS", 4 * 64)
+    calls = []
+    head = made.lm_head.forward
+    made.lm_head.forward = lambda rows: calls.append(rows.shape) or head(rows)
+    with offloaded(made, swap_config(swap_directory)) as model:
+        scores = list(infinity.score(model, SEQUENCES))
+    assert max(shape[1] for shape in calls if len(calls) > 4) <= 5 and len(calls) >= 8
+    for ids, full, found in zip(SEQUENCES, expected, scores, strict=True):
+        wanted = full.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(found.logprobs, wanted, rtol=0, atol=1e-5)
+
+
+def test_sweeps_hold_whole_sequences(swap_directory: Path) -> None:
+    with offloaded(ZOO["llama"].build(0), swap_config(swap_directory)) as model:
+        assert list(logprobs.sweeps([4, 4, 9, 1, 20, 2], 9, model)) == [
+            (0, 2), (2, 3), (3, 4), (4, 5), (5, 6)
+        ]  # fmt: skip
+        assert list(logprobs.sweeps([1] * 300, 9999, model)) == [(0, 256), (256, 300)]
+
+
+# -- The command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make = runpy.run_path(str(EXAMPLES / "make_model.py"), run_name="made")["make"]
+    return Path(make(str(tmp_path_factory.mktemp("score") / "model"), width=64, layers=3))
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def request_of(directory: Path, tmp_path: Path) -> Request:
+    texts = [{"id": f"text-{n}", "text": "abcdefgh"[: n + 2]} for n in range(6)]
+    config = tmp_path / "swap.toml"
+    config.write_text('[tiers.host]\ncapacity = "32MiB"\n[tiers.device]\nkind = "cpu"\n')
+    return Request(
+        model=directory, data=(write(tmp_path / "data.jsonl", *texts),), config=config,
+        output=tmp_path / "out.jsonl", dtype="float32", sweep_tokens=8,
+    )  # fmt: skip
+
+
+def test_a_killed_run_goes_on_without_losing_or_doubling_a_row(
+    request_of: Request, tmp_path: Path
+) -> None:
+    whole = replace(request_of, output=tmp_path / "whole.jsonl")
+    total = program.run(whole)
+    num_sweeps = 0
+
+    def kill(*_: int) -> None:
+        nonlocal num_sweeps
+        num_sweeps += 1
+        if num_sweeps == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        program.run(request_of, note=kill)
+    num_rows = len(rows_of(request_of.output))
+    with request_of.output.open("a") as file:
+        file.write('{"record": 3, "tok')
+    resumed = program.run(replace(request_of, sweep_tokens=1000))
+    assert 0 < num_rows < 6 and resumed.resumed_at == num_rows
+    assert request_of.output.read_text() == whole.output.read_text()
+    assert resumed.perplexity == pytest.approx(total.perplexity, rel=1e-12)
+    assert [row["id"] for row in rows_of(whole.output)] == [f"text-{n}" for n in range(6)]
+
+
+def test_rows_are_those_of_a_plain_model_and_its_adapter(
+    request_of: Request, directory: Path, tmp_path: Path
+) -> None:
+    """Of an answer alone, where the record has one; a Parquet file has the same rows."""
+    from datasets import Dataset
+
+    plain_model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    adapted = get_peft_model(plain_model, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    data = write(tmp_path / "pairs.jsonl", {"prompt": "ab", "completion": "cde"})
+    request = replace(request_of, adapter=tmp_path / "adapter", data=(data,), top_k=2)
+    program.run(request)
+    (row,) = rows_of(request.output)
+    full = plain(adapted, row["tokens"])
+    chosen = full.gather(1, torch.tensor(row["tokens"][1:])[:, None])[:, 0].tolist()
+    assert row["logprobs"] == [None, *chosen] and row["is_answer"] == [0, 0, 1, 1, 1]
+    assert row["num_scored"] == 3 and row["sum_logprob"] == sum(chosen[1:])
+    assert row["perplexity"] == math.exp(-sum(chosen[1:]) / 3)
+    assert row["top_tokens"][1:] == full.topk(2).indices.tolist()
+    table = replace(request, output=tmp_path / "out.parquet")
+    program.run(table)
+    (found,) = Dataset.from_parquet(str(table.output)).to_list()
+    assert found.keys() == row.keys()
+    assert not {name: (value, found[name]) for name, value in row.items() if found[name] != value}
+
+
+def test_conversations_and_text_files_are_scored(request_of: Request, tmp_path: Path) -> None:
+    chat = replace(request_of, data=(EXAMPLES / "chat.jsonl",), output=tmp_path / "chat.jsonl")
+    assert program.run(chat).num_records == len(rows_of(EXAMPLES / "chat.jsonl"))
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefghij")
+    pieces = replace(request_of, data=(text,), output=tmp_path / "pieces.jsonl", max_length=4)
+    program.run(pieces)
+    found = rows_of(pieces.output)
+    assert [len(row["tokens"]) for row in found] == [4, 4, 3]  # The end of the text is a token.
+    assert {row["id"] for row in found} == {str(text)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 10**6}, "top_k: expected 0 to 259"),
+        ({"max_length": 3}, "record 3 has 4 tokens, more than 3"),
+        ({"output": Path("out.csv")}, r"expected a \.jsonl or \.parquet file"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_before_weights_are_read(
+    changes: dict[str, Any], message: str, request_of: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "offload", None)
+    with pytest.raises(ConfigError, match=message):
+        program.run(replace(request_of, **changes))
+
+
+def test_rows_of_another_run_are_left_alone(request_of: Request, tmp_path: Path) -> None:
+    program.run(request_of)
+    rows = request_of.output.read_text()
+    with pytest.raises(ConfigError, match="is complete"):
+        program.run(request_of)
+    with pytest.raises(ConfigError, match="was made with another top_k"):
+        program.run(replace(request_of, top_k=1))
+    pairs = write(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
+    with pytest.raises(ConfigError, match="holds preferences"):
+        program.run(replace(request_of, data=(pairs,)))
+    assert request_of.output.read_text() == rows
+    other = tmp_path / "other.jsonl"
+    other.write_text("mine\n")
+    with pytest.raises(ConfigError, match="not from `infinity score`"):
+        program.run(replace(request_of, output=other))
+    assert other.read_text() == "mine\n"
