@@ -65,7 +65,7 @@ def from_pretrained(
     refuse_options(model_options)
     dtype = model_options.pop("dtype", model_options.pop("torch_dtype", None))
     if config is None:
-        config = choose_config(directory, peft_config)
+        config = choose_config(directory, peft_config, is_frozen=is_frozen)
     resolved = for_directory(SwapConfig.load(config), directory, dtype)
     if peft_config is not None and resolved.adapter is not None:
         raise ConfigError("peft_config: the file has [adapter]; leave one of them out")
@@ -138,15 +138,20 @@ def empty_pretrained(
     return model
 
 
-def choose_config(directory: Path, peft_config: Any = None) -> SwapConfig:
+def choose_config(
+    directory: Path, peft_config: Any = None, *, is_frozen: bool = False
+) -> SwapConfig:
     """Returns tiers and placement for a model on this machine, as `infinity new` decides them, by
-    sizes alone; logs them. Raises CapacityError if the model does not fit."""
+    sizes alone; logs them. A frozen model is planned as the base of the smallest adapter. Raises
+    CapacityError if the model does not fit."""
     from infinity.plan.directory import read_directory
     from infinity.tools.plan.decide import decide, sizes_here
     from infinity.tools.plan.draft import Wish
 
     found = read_directory(directory)
-    rank = None if peft_config is None else int(getattr(peft_config, "r", None) or _RANK)
+    rank = 1 if is_frozen else None
+    if peft_config is not None:
+        rank = int(getattr(peft_config, "r", None) or _RANK)
     swap = Path(f"{model_name(directory)}-swap").resolve()
     wish = Wish(
         model=directory,

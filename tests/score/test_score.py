@@ -186,7 +186,7 @@ def test_conversations_and_text_files_are_scored(request_of: Request, tmp_path: 
 def test_what_cannot_be_scored_is_refused_before_weights_are_read(
     changes: dict[str, Any], message: str, request_of: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program, "offload", None)
+    monkeypatch.setattr(program, "from_pretrained", None)
     with pytest.raises(ConfigError, match=message):
         program.run(replace(request_of, **changes))
 

@@ -9,24 +9,31 @@ rows are never in memory.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from infinity.api import forward
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UnsupportedError
+
+_log = logging.getLogger("infinity")
 
 # Elements of the logits of a slice. fp32 logits and their logarithms take 8 bytes each.
 _MOST_LOGITS = 1 << 27
 # Each sequence of a sweep is a suspended thread.
 _MOST_SEQUENCES = 256
 _TOKENS_ON_HOST, _TOKENS_ON_DEVICE = 1 << 15, 1 << 17  # In a sweep.
+
+
+T = TypeVar("T")
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +68,26 @@ def score(
 
     Raises ConfigError, which names the sequence, before anything is read.
     """
-    check(model, sequences, top_k)
+    check(causal_of(model).config, sequences, top_k)
     was_training = model.training
     model.eval()
     try:
         for start, end in sweeps([len(ids) for ids in sequences], sweep_tokens, model):
             call = partial(score_sequence, model, top_k=top_k)
-            yield from forward(model, call, sequences[start:end])
+            yield from together(model, call, sequences[start:end])
     finally:
         model.train(was_training)
+
+
+def together(model: nn.Module, call: Callable[[Batch], T], batches: Sequence[Batch]) -> list[T]:
+    """As `infinity.forward`; one batch after the other where the model's blocks cannot be passed
+    together, with one line that says why."""
+    try:
+        return forward(model, call, batches)
+    except UnsupportedError as error:
+        _log.warning("each sequence reads all weights again: %s", error)
+    with torch.no_grad():
+        return [call(batch) for batch in batches]
 
 
 def sweeps(
@@ -90,9 +108,10 @@ def sweeps(
         yield start, len(lengths)
 
 
-def check(model: nn.Module, sequences: Sequence[Sequence[int]], top_k: int) -> None:
-    """Raises ConfigError, which names the sequence, for what the model cannot score."""
-    config: Any = causal_of(model).config.get_text_config()
+def check(hf_config: Any, sequences: Sequence[Sequence[int]], top_k: int) -> None:
+    """Raises ConfigError, which names the sequence, for what a model of this configuration of
+    transformers cannot score."""
+    config = hf_config.get_text_config()
     most, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
     if not 0 <= top_k <= most:
         raise ConfigError(f"top_k: expected 0 to {most}, the model's vocabulary; got {top_k}")

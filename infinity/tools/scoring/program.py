@@ -15,25 +15,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from infinity.api import close, forward, offload
-from infinity.checkpoint import weight_source
+from infinity.api import close
 from infinity.checkpoint.durable import replace_file, sync_directory, sync_file
 from infinity.config import AdapterConfig, SwapConfig
 from infinity.config.hub import in_hub_cache
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError
-from infinity.tools.pretrained import choose_config, empty_pretrained, for_directory
-from infinity.tools.scoring.logprobs import TokenScores, score_sequence, sweeps
-from infinity.tools.scoring.logprobs import check as check_sequences
+from infinity.modules.reading.configuration import config_of_directory
+from infinity.tools.pretrained import choose_config, from_pretrained
+from infinity.tools.scoring.logprobs import (
+    TokenScores,
+    check,
+    score_sequence,
+    sweeps,
+    together,
+)
 from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
-from infinity.tools.training.adapter import attach_adapter
 from infinity.tools.training.tokenizers import open_tokenizer
 
 _ROWS_AT_ONCE = 256
-_FROZEN = SimpleNamespace(r=1, target_parameters=None)  # Memory is planned as beside an adapter.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,27 +181,17 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     sweep. Raises InfinityError; what cannot be scored is refused before weights are read."""
     begun_s = time.perf_counter()
     directory = in_hub_cache(request.model.expanduser())
-    chosen = (
-        SwapConfig.load(request.config) if request.config else choose_config(directory, _FROZEN)
-    )
-    config = for_directory(chosen, directory, request.dtype)
-    model = empty_pretrained(
-        directory, config, None, {"trust_remote_code": request.trust_remote_code}
-    )
-    vocab_size = int(model.config.get_text_config().vocab_size)
+    hf_config = config_of_directory(directory, trusts_code=request.trust_remote_code)
+    vocab_size = int(hf_config.get_text_config().vocab_size)
     tokenizer = open_tokenizer(directory)
     sequences = read_sequences(request.data, tokenizer, vocab_size, request.max_length)
-    check_sequences(model, [sequence.ids for sequence in sequences], request.top_k)
+    check(hf_config, [sequence.ids for sequence in sequences], request.top_k)
     output = ScoreRows(request, _made_of(request, directory, sequences))
     total, count = output.open()
     resumed_at, read_nbytes = output.num_done, 0
     left = sequences[output.num_done :]
     if left:
-        if request.adapter is not None:
-            adapter = AdapterConfig.model_validate({"resume": str(request.adapter)})
-            model = attach_adapter(model, adapter, base=weight_source(directory), seed=0)
-        model.requires_grad_(False).eval()
-        offload(model, config, weights=directory)
+        model = _open(request, directory)
         try:
             total, count, read_nbytes = _score(model, left, request, output, (total, count), note)
         finally:
@@ -215,6 +207,20 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
         read_nbytes=read_nbytes,
         resumed_at=resumed_at,
     )
+
+
+def _open(request: Request, directory: Path) -> Any:
+    """Returns the frozen model in eval mode, with its adapter."""
+    chosen: Any = request.config
+    config = SwapConfig.load(chosen) if chosen else choose_config(directory, is_frozen=True)
+    if request.adapter is not None:
+        adapter = AdapterConfig.model_validate({"resume": str(request.adapter)})
+        config = config.model_copy(update={"adapter": adapter})
+    model = from_pretrained(
+        directory, config, is_frozen=True,
+        dtype=request.dtype, trust_remote_code=request.trust_remote_code,
+    )  # fmt: skip
+    return model.eval()
 
 
 def _score(
@@ -238,7 +244,7 @@ def _score(
 
     lengths = [len(sequence.ids) for sequence in left]
     for start, end in sweeps(lengths, request.sweep_tokens, model):
-        scores = forward(model, call, left[start:end])
+        scores = together(model, call, left[start:end])
         rows = [row_of(*pair) for pair in zip(left[start:end], scores, strict=True)]
         output.write(rows)
         total += sum(row["sum_logprob"] for row in rows)

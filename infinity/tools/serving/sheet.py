@@ -14,17 +14,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from infinity.api import close, forward, gather, offload
+from infinity.api import close, gather, offload
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.durable import replace_file
 from infinity.checkpoint.huggingface.import_weights import WeightSource
-from infinity.errors import ConfigError, UnsupportedError, corrupt
+from infinity.errors import ConfigError, corrupt
+from infinity.tools.scoring.logprobs import score
 from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
 from infinity.tools.training.base_identity import identify
 from infinity.tools.training.merge import adapter_layers, factors_of
@@ -35,7 +35,7 @@ SCHEMA = 1
 ALL = "all modules"
 MISSING, HALVED, DOUBLED = "missing", "halved", "doubled"
 NUM_PROMPTS, PROMPT_TOKENS = 64, 64
-_FAULT_PROMPTS = 8  # For each fault; also the prompts of one forward.
+_FAULT_PROMPTS = 8  # For each fault.
 _DIGITS = 5
 
 LogProbs = list[list[float]]  # Of the second and later tokens of each prompt.
@@ -98,32 +98,10 @@ class Sheet:
 
 
 def token_log_probs(model: Any, prompts: Sequence[Sequence[int]]) -> LogProbs:
-    """Returns the log-probability of every token of a prompt but the first, given those before it,
-    by one forward without gradients."""
-    longest = max(map(len, prompts))
-    device = next(model.parameters()).device
-    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-    mask = torch.tensor([[position < len(p) for position in range(longest)] for p in prompts])
-    with torch.no_grad():
-        output = model(
-            input_ids=ids.to(device), attention_mask=mask.long().to(device), use_cache=False
-        )
-    rows = []
-    for prompt, logits in zip(prompts, output.logits, strict=True):
-        scores = logits[: len(prompt) - 1].float().log_softmax(-1).cpu()
-        chosen = scores.gather(-1, torch.tensor(prompt[1:])[:, None])
-        rows.append([round(value, _DIGITS) for value in chosen[:, 0].tolist()])
-    return rows
-
-
-def _all_log_probs(model: Any, chunks: list[list[list[int]]]) -> LogProbs:
-    """Reads the base once for all chunks, where the model's blocks can be passed one by one."""
-    compute = partial(token_log_probs, model)
-    try:
-        found = forward(model, compute, chunks)
-    except UnsupportedError:
-        found = [compute(chunk) for chunk in chunks]
-    return [row for rows in found for row in rows]
+    """Returns the log-probability of every token of a prompt but the first, given those before it;
+    the base is read once for all prompts."""
+    scores = score(model, prompts)
+    return [[round(value, _DIGITS) for value in found.logprobs.tolist()] for found in scores]
 
 
 def make_sheet(
@@ -153,21 +131,22 @@ def make_sheet(
         for group, names in groups.items()
         for fault in _faults_of(group, [layers[name] for name in names], names)
     ]
-    chunks = [prompts[at : at + _FAULT_PROMPTS] for at in range(0, len(prompts), _FAULT_PROMPTS)]
     total = 2 + len(planned)
     offload(adapted, config, weights=source.path)
     try:
         adapted.eval()
         progress("adapter", 0, total)
-        with_adapter = _all_log_probs(adapted, chunks)
+        with_adapter = token_log_probs(adapted, prompts)
         progress("base", 1, total)
         with adapted.disable_adapter():
-            base = _all_log_probs(adapted, chunks)
+            base = token_log_probs(adapted, prompts)
         faults = []
         for number, (group, fault) in enumerate(planned, start=2):
             progress(f"{group}: {fault}", number, total)
             with _changed([layers[name] for name in groups[group]], FAULTS[fault]):
-                faults.append(FaultSignature(group, fault, token_log_probs(adapted, chunks[0])))
+                faults.append(
+                    FaultSignature(group, fault, token_log_probs(adapted, prompts[:_FAULT_PROMPTS]))
+                )
     finally:
         close(adapted)
     return Sheet(
