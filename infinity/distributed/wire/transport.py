@@ -293,13 +293,13 @@ class PeerTransport:
         timeout_s: float = float("inf"),
     ) -> bool:
         """Whether `is_reached` within this time. Calls `meanwhile` again and again. Raises
-        RankError."""
+        RankError, but not for the end of a rank after what was waited for."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            is_over = self._wait_until(lambda: self.is_broken or is_reached(), _MEANWHILE_S)
-            self.check()
-            if is_over:
+            self._wait_until(lambda: self.is_broken or is_reached(), _MEANWHILE_S)
+            if is_reached():
                 return True
+            self.check()
             if meanwhile is not None:
                 meanwhile()
         return False
@@ -322,8 +322,11 @@ class PeerTransport:
         label = tag.encode()
         message = memoryview(label + content)
         refuse_long(tag, message.nbytes)
-        for peer in self.others:
-            self._submit(peer.rank, MessageType.ALL_GATHER, (len(label), 0, 0), message)
+        numbers = (len(label), 0, 0)
+        sent = [
+            self._submit(peer.rank, MessageType.ALL_GATHER, numbers, message)
+            for peer in self.others
+        ]
         gathered = []
         for peer in self.peers:
             if peer.rank == self.rank:
@@ -343,6 +346,9 @@ class PeerTransport:
                 )
                 self.check()
             gathered.append(remote)
+        # This rank may end next, and word of that goes past what is queued: the others would learn
+        # of the end, and not what this rank has said here.
+        self._wait_for(lambda: all(job.done() for job in sent), meanwhile)
         return gathered
 
     def refuse(self, error: InfinityError) -> None:
