@@ -43,7 +43,7 @@ TRAINER_METHODS = (
 ATTRIBUTES = frozenset(
     {
         # PreTrainedModel, and its parameters
-        "_is_hf_initialized", "_weight_conversions",
+        "_from_config", "_is_hf_initialized", "_weight_conversions",
         # Trainer
         "_load_callback_state", "_prepare_inputs",
         # Classes with `use_experts_implementation`

@@ -171,9 +171,9 @@ def at_steps(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], ob
     """Calls the action of a step before its line is written."""
     step = Reporter.step
 
-    def acting(reporter: Reporter, line: dict[str, Any]) -> None:
+    def acting(reporter: Reporter, line: dict[str, Any], *times: Any) -> None:
         actions.get(line["step"], lambda: None)()
-        step(reporter, line)
+        step(reporter, line, *times)
 
     monkeypatch.setattr(Reporter, "step", acting)
 

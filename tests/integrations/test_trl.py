@@ -329,7 +329,7 @@ def test_a_trainer_of_an_offloaded_model_that_was_not_prepared_is_refused(tmp_pa
             trainer.train()
     with (
         infinity.engine_of(infinity.offload(make_model(lora=False), in_memory())) as engine,
-        pytest.raises(ConfigError, match="Attach adapters before"),
+        pytest.raises(ConfigError, match="Give the adapter to infinity.from_pretrained"),
     ):
         prepare_trainer(sft(engine.model, tmp_path / "b", None, peft_config=LORA))
 

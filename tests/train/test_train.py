@@ -407,7 +407,7 @@ def quantized(table: dict[str, Any], tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     content = json.loads(file.read_text())
-    content["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    content["quantization_config"] = {"quant_method": "aqlm"}
     file.write_text(json.dumps(content))
     table["model"] = {"path": str(tmp_path / "model")}
 

@@ -92,7 +92,7 @@ def test_a_family_has_the_values_of_from_pretrained(family: str, tmp_path: Path)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     found: dict[str, torch.Tensor] = {}
-    weight_source(tmp_path).load_into(empty, found.__setitem__)
+    weight_source(tmp_path).plan(empty).load(found.__setitem__)
     expected = dict(loaded.named_parameters())
     assert found.keys() == expected.keys()
     for name, value in found.items():

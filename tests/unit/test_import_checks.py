@@ -53,7 +53,7 @@ def test_a_format_without_a_codec_is_refused_by_its_name(tmp_path: Path) -> None
     saved(tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     plain = json.loads(file.read_text())
-    for key, method in (("quantization_config", "exl3"), ("compression_config", "hqq")):
+    for key, method in (("quantization_config", "exl3"), ("compression_config", "aqlm")):
         for table in (plain | {key: {"quant_method": method}},
                       plain | {"text_config": {key: {"quant_method": method}}}):  # fmt: skip
             file.write_text(json.dumps(table))
