@@ -69,12 +69,20 @@ def score(
     Raises ConfigError, which names the sequence, before anything is read.
     """
     check(causal_of(model).config, sequences, top_k)
+    for scores in score_sweeps(model, sequences, top_k=top_k, sweep_tokens=sweep_tokens):
+        yield from scores
+
+
+def score_sweeps(
+    model: nn.Module, sequences: Sequence[Sequence[int]], *, top_k: int, sweep_tokens: int | None
+) -> Iterator[list[TokenScores]]:
+    """As `score`, of sequences that were checked; yields what each sweep gives when it is over."""
     was_training = model.training
     model.eval()
     try:
         for start, end in sweeps([len(ids) for ids in sequences], sweep_tokens, model):
             call = partial(score_sequence, model, top_k=top_k)
-            yield from together(model, call, sequences[start:end])
+            yield together(model, call, sequences[start:end])
     finally:
         model.train(was_training)
 

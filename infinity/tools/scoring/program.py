@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.api import close
+from infinity.checkpoint import weight_source
 from infinity.checkpoint.durable import replace_file, sync_directory, sync_file
 from infinity.config import AdapterConfig, SwapConfig
 from infinity.config.hub import in_hub_cache
@@ -28,11 +29,10 @@ from infinity.tools.pretrained import choose_config, from_pretrained
 from infinity.tools.scoring.logprobs import (
     TokenScores,
     check,
-    score_sequence,
-    sweeps,
-    together,
+    score_sweeps,
 )
 from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
+from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.tokenizers import open_tokenizer
 
 _ROWS_AT_ONCE = 256
@@ -233,23 +233,22 @@ def _score(
 ) -> tuple[float, float, int]:
     """Returns the sums of log-probabilities and of scored tokens, and the bytes read."""
     (total, count), counters = sums, engine_of(model).counters
-    num_tokens, done = sum(len(sequence.ids) for sequence in left), 0
+    texts, following, done = [sequence.ids for sequence in left], iter(left), 0
+    num_tokens = sum(map(len, texts))
 
     def read_nbytes() -> int:
         found = counters.snapshot()
         return int(found.get("nvme_read_nbytes", 0) + found.get("shard_read_nbytes", 0))
 
-    def call(sequence: ScoredSequence) -> TokenScores:
-        return score_sequence(model, sequence.ids, top_k=request.top_k)
-
-    lengths = [len(sequence.ids) for sequence in left]
-    for start, end in sweeps(lengths, request.sweep_tokens, model):
-        scores = together(model, call, left[start:end])
-        rows = [row_of(*pair) for pair in zip(left[start:end], scores, strict=True)]
+    for scores in score_sweeps(
+        model, texts, top_k=request.top_k, sweep_tokens=request.sweep_tokens
+    ):
+        scored = list(itertools.islice(following, len(scores)))
+        rows = [row_of(*pair) for pair in zip(scored, scores, strict=True)]
         output.write(rows)
         total += sum(row["sum_logprob"] for row in rows)
         count += sum(row["num_scored"] for row in rows)
-        done += sum(lengths[start:end])
+        done += sum(len(sequence.ids) for sequence in scored)
         note(done, num_tokens, read_nbytes())
     return total, count, read_nbytes()
 
@@ -286,22 +285,12 @@ def _made_of(
     digest = hashlib.sha256()
     for sequence in sequences:
         digest.update(json.dumps([sequence.ids, sequence.mask, sequence.name]).encode())
-    shards = sorted(directory.glob("*.safetensors"))
-    sizes = [(path.name, path.stat().st_size) for path in shards]
+    identity = identify(weight_source(directory))
     return {
         "model": str(directory),
-        "weights": hashlib.sha256(repr(sizes).encode()).hexdigest(),
-        "adapter": _digest_of(request.adapter),
+        "weights": [identity.table_sha256, identity.samples_sha256],
+        "adapter": request.adapter and sha256_of(*sorted(request.adapter.glob("adapter_*"))),
         "tokens": digest.hexdigest(),
         "dtype": request.dtype,
         "top_k": request.top_k,
     }
-
-
-def _digest_of(adapter: Path | None) -> str | None:
-    if adapter is None:
-        return None
-    digest = hashlib.sha256()
-    for path in sorted(adapter.glob("adapter_*")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

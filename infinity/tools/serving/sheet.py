@@ -26,7 +26,7 @@ from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.errors import ConfigError, corrupt
 from infinity.tools.scoring.logprobs import score
 from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
-from infinity.tools.training.base_identity import identify
+from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.merge import adapter_layers, factors_of
 
 Locate = Literal["none", "kinds", "layers", "modules"]
@@ -152,7 +152,7 @@ def make_sheet(
     return Sheet(
         versions=_versions(adapter),
         digests={
-            "adapter": _digest(adapter / CONFIG_NAME, adapter / WEIGHTS_NAME),
+            "adapter": sha256_of(adapter / CONFIG_NAME, adapter / WEIGHTS_NAME),
             "base_table": identity.table_sha256,
             "base_samples": identity.samples_sha256,
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
@@ -171,15 +171,6 @@ def _versions(adapter: Path) -> dict[str, str]:
     saved = table_of(read_json(adapter / CONFIG_NAME), CONFIG_NAME)
     used = {name: version(name) for name in ("torch", "transformers", "peft")}
     return used | {"adapter_of_peft": str(saved.get("peft_version") or "before 0.18")}
-
-
-def _digest(*files: Path) -> str:
-    sha256 = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                sha256.update(block)
-    return sha256.hexdigest()
 
 
 # -- Which modules, and which faults ---------------------------------------------------------------

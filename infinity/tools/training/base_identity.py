@@ -128,3 +128,13 @@ def is_name_of(named: str, path: Path) -> bool:
     last = named.rstrip("/").rpartition("/")[2].casefold()
     parts = (*path.absolute().parts, *path.resolve().parts)
     return any(part.rpartition("--")[2].casefold() == last for part in parts)
+
+
+def sha256_of(*files: Path) -> str:
+    """Returns the digest of the contents of files, one after the other. Raises OSError."""
+    sha256 = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                sha256.update(block)
+    return sha256.hexdigest()
