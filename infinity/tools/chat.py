@@ -18,7 +18,7 @@ from infinity.bounded import MalformedError, read_json
 from infinity.config import SwapConfig
 from infinity.config.paths import ADAPTER_NAMES
 from infinity.errors import ConfigError
-from infinity.tools.pretrained import from_pretrained
+from infinity.tools.pretrained import from_pretrained, with_saved_adapter
 from infinity.tools.training.settle import tokenizer_of
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 
@@ -103,8 +103,7 @@ def open_writer(directory: Path, config: Any = None) -> TextWriter:
             base = Path(str(table["base_model_name_or_path"]))
         except (OSError, MalformedError, KeyError, TypeError) as error:
             raise ConfigError(f"{directory / ADAPTER_NAMES[0]} cannot be used: {error}") from error
-        adapter = SwapConfig.load({"adapter": {"resume": str(directory.resolve())}}).adapter
-        settings = settings.model_copy(update={"adapter": adapter})
+        settings = with_saved_adapter(settings, directory)
     model = from_pretrained(base, settings, is_frozen=True)
     place = tokenizer_of(directory)
     if place.value == "bytes":

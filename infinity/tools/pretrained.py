@@ -138,6 +138,12 @@ def empty_pretrained(
     return model
 
 
+def with_saved_adapter(config: SwapConfig, adapter: Path) -> SwapConfig:
+    """Returns the configuration of a model with an adapter that was saved."""
+    saved = SwapConfig.load({"adapter": {"resume": str(adapter.resolve())}}).adapter
+    return config.model_copy(update={"adapter": saved})
+
+
 def choose_config(
     directory: Path, peft_config: Any = None, *, is_frozen: bool = False
 ) -> SwapConfig:

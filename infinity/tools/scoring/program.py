@@ -20,12 +20,12 @@ from typing import Any
 from infinity.api import close
 from infinity.checkpoint import weight_source
 from infinity.checkpoint.durable import replace_file, sync_directory, sync_file
-from infinity.config import AdapterConfig, SwapConfig
+from infinity.config import SwapConfig
 from infinity.config.hub import in_hub_cache
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
-from infinity.tools.pretrained import choose_config, from_pretrained
+from infinity.tools.pretrained import choose_config, from_pretrained, with_saved_adapter
 from infinity.tools.scoring.logprobs import (
     TokenScores,
     check,
@@ -214,8 +214,7 @@ def _open(request: Request, directory: Path) -> Any:
     chosen: Any = request.config
     config = SwapConfig.load(chosen) if chosen else choose_config(directory, is_frozen=True)
     if request.adapter is not None:
-        adapter = AdapterConfig.model_validate({"resume": str(request.adapter)})
-        config = config.model_copy(update={"adapter": adapter})
+        config = with_saved_adapter(config, request.adapter)
     model = from_pretrained(
         directory, config, is_frozen=True,
         dtype=request.dtype, trust_remote_code=request.trust_remote_code,
