@@ -42,6 +42,24 @@ def small_job(tmp_path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def adapter_job(
+    tmp_path: Path, base: Path, records: list[Any], *, length: int, steps: int
+) -> dict[str, Any]:
+    """A job of an adapter over a base on NVMe. `length`: of a sequence."""
+    return {
+        "tiers": {"host": {"capacity": "24MiB", "huge_pages": False}, "nvme": [{"path": str(tmp_path / "swap")}]},
+        "model": {"path": str(base), "seed": 5},
+        "adapter": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]},
+        "data": {
+            "paths": [str(write(tmp_path / "data.jsonl", records))], "sequence_length": length,
+            "held_out": 0.0,
+        },
+        "train": {"steps": steps, "batch_size": 2, "gradient_accumulation_steps": 2},
+        "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5},
+        "output": {"directory": str(tmp_path / "output")},
+    }  # fmt: skip
+
+
 def rows_of(
     table: dict[str, Any], template: str | None = None
 ) -> tuple[list[tuple[str, str]], str]:

@@ -30,7 +30,7 @@ from infinity.tools.training.job_data import open_data
 from infinity.tools.training.tokenizers import HuggingFaceTokenizer
 
 from . import plain
-from .record_jobs import write
+from .record_jobs import adapter_job, write
 from .test_records import metrics, run
 from .test_text_of_images import SIGLIP, TEXT, rope
 
@@ -146,18 +146,7 @@ def talk(number: int) -> list[dict[str, Any]]:
 
 
 def job(tmp_path: Path, base: Path, records: list[Any]) -> dict[str, Any]:
-    return {
-        "tiers": {"host": {"capacity": "24MiB", "huge_pages": False}, "nvme": [{"path": str(tmp_path / "swap")}]},
-        "model": {"path": str(base), "seed": 5},
-        "adapter": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]},
-        "data": {
-            "paths": [str(write(tmp_path / "data.jsonl", records))], "sequence_length": 256,
-            "held_out": 0.0,
-        },
-        "train": {"steps": 3, "batch_size": 2, "gradient_accumulation_steps": 2},
-        "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5},
-        "output": {"directory": str(tmp_path / "output")},
-    }  # fmt: skip
+    return adapter_job(tmp_path, base, records, length=256, steps=3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

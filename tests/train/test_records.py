@@ -27,7 +27,7 @@ from infinity.tools.training.records import load_records
 from infinity.tools.training.tokenizers import ByteTokenizer
 
 from . import plain
-from .record_jobs import MODEL, rows_of, write
+from .record_jobs import MODEL, adapter_job, rows_of, write
 
 CHAT = [
     {"messages": [
@@ -66,18 +66,7 @@ def base(tmp_path: Path) -> Path:
 @pytest.fixture
 def table(tmp_path: Path, base: Path) -> dict[str, Any]:
     """An adapter over conversations; tests change what they are about."""
-    return {
-        "tiers": {"host": {"capacity": "24MiB", "huge_pages": False}, "nvme": [{"path": str(tmp_path / "swap")}]},
-        "model": {"path": str(base), "seed": 5},
-        "adapter": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]},
-        "data": {
-            "paths": [str(write(tmp_path / "data.jsonl", CHAT))], "sequence_length": 128,
-            "held_out": 0.0,
-        },
-        "train": {"steps": 6, "batch_size": 2, "gradient_accumulation_steps": 2},
-        "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5},
-        "output": {"directory": str(tmp_path / "output")},
-    }  # fmt: skip
+    return adapter_job(tmp_path, base, CHAT, length=128, steps=6)
 
 
 def run(table: dict[str, Any], **options: Any) -> dict[str, Any]:
