@@ -1,10 +1,9 @@
-"""Swap directories on real file systems that are full or read-only, and of other users."""
+"""Swap directories on real file systems that are full, and of other users."""
 
 from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,35 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import infinity
 from infinity.errors import CapacityError, StorageError
 from infinity.tools.training.adapter import save_adapter
+from tests.support.file_systems import fill, small_tmpfs
 from tests.support.quantized import tiny_causal_lm, write_quantized
 
 NOBODY = 65534
-
-
-class Tmpfs:
-    """A tmpfs of the test's own."""
-
-    def __init__(self, point: Path) -> None:
-        self.point = point
-
-    def mount(self, options: str) -> Path:
-        self.point.mkdir()
-        step = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.point)]
-        done = subprocess.run(step, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
-        return self.point
-
-    def unmount(self) -> None:
-        if os.path.ismount(self.point):
-            subprocess.run(["umount", "-l", str(self.point)], check=True)
-
-
-@pytest.fixture
-def tmpfs(tmp_path: Path) -> Iterator[Tmpfs]:
-    file_system = Tmpfs(tmp_path / "mounted")
-    yield file_system
-    file_system.unmount()
 
 
 def build() -> nn.Module:
@@ -75,41 +49,38 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:swap path")
-def test_a_tmpfs_that_is_too_small_is_refused_and_left_empty(tmpfs: Tmpfs) -> None:
-    point = tmpfs.mount("size=2m")
-    assert isinstance(refusal_of(build(), point), CapacityError)
-    assert not list(point.iterdir())
+def test_a_drive_that_is_too_small_or_full_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "mounted", 2 << 20) as point:
+        refused = refusal_of(build(), point)
+        assert isinstance(refused, CapacityError) and refused.tier == "nvme"
+        assert refused.available_nbytes < 2 << 20 and not list(point.iterdir())
+        filling = fill(point)
+        assert "free some space" in str(refusal_of(build(), point / "swap"))
+        assert list(point.iterdir()) == [filling]
 
 
-def test_a_full_tmpfs_is_refused_and_left_as_it_was(tmpfs: Tmpfs) -> None:
-    point = tmpfs.mount("size=2m")
-    (point / "filling").write_bytes(bytes(2 << 20))
-    refused = refusal_of(build(), point / "swap")
-    assert "free some space" in str(refused) and os.listdir(point) == ["filling"]
-
-
-def test_a_tmpfs_that_is_read_only_is_refused(tmpfs: Tmpfs) -> None:
-    point = tmpfs.mount("size=16m,ro")
-    assert "is mounted read-only" in str(refusal_of(build(), point))
-    assert "Read-only file system" in str(refusal_of(build(), point / "swap"))
+@pytest.fixture
+def small_drive(tmp_path: Path) -> Iterator[Path]:
+    with small_tmpfs(tmp_path / "mounted", 4 << 20) as point:
+        yield point
 
 
 @pytest.mark.filterwarnings("ignore:swap path")
-def test_a_checkpoint_that_a_full_tmpfs_refuses_loses_no_state(
-    tmpfs: Tmpfs, tmp_path: Path
+def test_a_checkpoint_that_a_full_drive_refuses_loses_no_state(
+    small_drive: Path, tmp_path: Path
 ) -> None:
     plain = build()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
     model = build()
     model = infinity.offload(model, config_of(tmp_path / "swap"))
-    point = tmpfs.mount("size=1m")
+    fill(small_drive, but_nbytes=1 << 20)
     with infinity.engine_of(model) as engine:
         optimizer = infinity.AdamW(model, lr=1e-3)
         for _ in range(2):
             step(model, optimizer)
             step(plain, reference)
             with pytest.raises(StorageError) as refused:
-                infinity.checkpoint.save(point, model, optimizer)
+                infinity.checkpoint.save(small_drive, model, optimizer)
             assert refused.value.errno == errno.ENOSPC
         for name, parameter in plain.named_parameters():
             assert torch.equal(parameter, engine.read_parameter(name)), name
@@ -132,16 +103,13 @@ def train_adapter(model: Any, optimizer: Any) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:swap path")
 def test_a_full_drive_beside_a_frozen_base_is_named_and_loses_nothing(
-    tmpfs: Tmpfs, tmp_path: Path
+    small_drive: Path, tmp_path: Path
 ) -> None:
     """The copy of a base that is decoded into the swap tier, checkpoints, and the saved adapter."""
-    point = tmpfs.mount("size=4m")
-    base = point / "base"
+    point, base = small_drive, small_drive / "base"
     write_quantized(tiny_causal_lm("llama"), base, "nf4")
     before = {each.name: each.read_bytes() for each in base.iterdir()}
-    filling = point / "filling"
-    left_nbytes = os.statvfs(point).f_bavail * os.statvfs(point).f_frsize
-    filling.write_bytes(bytes(left_nbytes - (64 << 10)))  # 64 KiB are left.
+    filling = fill(point, but_nbytes=64 << 10)
 
     def config(swap: Path, frozen: str) -> dict[str, Any]:
         return config_of(swap) | {"placement": {"parameters": "nvme", "frozen": frozen}}

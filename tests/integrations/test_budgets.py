@@ -1,172 +1,181 @@
-"""The budget that a refusal names works, however the weights come; a byte less is refused."""
+"""The budget that a refusal names trains, evaluates and saves: over many architectures, for every way
+in which weights come, and around weights in use. A byte less is refused, and more changes no bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from torch import Tensor, nn
 
 import infinity
 from infinity.errors import CapacityError
-from tests.support.exhaustive import in_turn, sampled
+from tests.parity.zoo import ZOO, Entry, seeded
+from tests.support.exhaustive import sampled
 from tests.support.offloading import small_tiers
 
-IDS = torch.randint(0, 200, (2, 8), generator=torch.Generator().manual_seed(1))
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "vocab_size": 400,
-}  # fmt: skip
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)),
-    "qwen2": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)
-    ),
-    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=400, n_positions=16)
-    ),
-}
+ARCHITECTURES = (
+    "t5", "bart", "mamba", "falcon", "gpt_neo", "mamba2", "jamba", "rwkv", "bloom", "opt", "phi3",
+    "gemma3n_text", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "bert",
+    "deberta_v2", "vit", "llava", "whisper", "llama-tied", "gpt2", "gpt_neox",
+)  # fmt: skip
+SOME = ("llama", "t5", "bart", "mamba", "falcon", "gpt_neo", "mixtral")
 
 
-def adapted(model: Any) -> Any:
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+class Job:
+    """One architecture in a directory of its own, whose weights come in one way. `more` is what its
+    configuration has beside the tiers."""
+
+    def __init__(self, name: str, way: str, directory: Path, **more: Any) -> None:
+        self.entry: Entry = ZOO[name]
+        self.way, self.directory, self.more = way, directory, more
+        self.targets: Any = None  # Of adapters; None is each linear layer.
+
+    def config(self, capacity: str) -> dict[str, Any]:
+        return {"tiers": small_tiers(self.directory / "swap", capacity), **self.more}
+
+    def in_memory(self) -> Any:
+        assert self.entry.construct is not None
+        return seeded(self.entry.construct)(0)
+
+    def files(self) -> Path:
+        path = self.directory / "files"
+        if not path.exists():
+            self.in_memory().save_pretrained(path)
+        return path
+
+    def function(self) -> Callable[[str], Tensor]:
+        values = dict(self.in_memory().named_parameters())
+        return lambda name: values[name].detach()
+
+    def checkpoint(self) -> Path:
+        """A checkpoint of the model after two steps."""
+        path = self.directory / "run"
+        if path.exists():
+            return next(path.iterdir())
+        model = infinity.offload(self.in_memory(), self.config("24MiB"))
+        with infinity.engine_of(model):
+            optimizer = infinity.AdamW(model, lr=1e-3)
+            self.take_steps(model, optimizer, 2)
+            return infinity.checkpoint.save(path, model, optimizer)
+
+    def offloaded(self, config: dict[str, Any]) -> Any:
+        if self.way == "in memory":
+            return infinity.offload(self.in_memory(), config)
+        options: dict[str, Any] = {
+            "random": lambda: {"seed": 3},
+            "adapter": lambda: {"seed": 3},
+            "files": lambda: {"weights": self.files()},
+            "function": lambda: {"weights": self.function()},
+            "adapter over files": lambda: {"weights": self.files()},
+            "resume": lambda: {"resume": self.checkpoint()},
+        }[self.way]()
+        assert self.entry.construct is not None
+        torch.manual_seed(0)  # Small parameters keep their constructor's values.
+        with infinity.init_empty_weights(config):
+            model: Any = self.entry.construct()
+        if "adapter" in self.way:
+            lora = LoraConfig(r=4, target_modules=self.targets or linears_of(model))
+            model = get_peft_model(model, lora)
+        return infinity.offload(model, config, **options)
+
+    def take_steps(self, model: Any, optimizer: Any, count: int) -> None:
+        model.train()
+        for step in range(count):
+            self.entry.loss(model, self.entry.batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(self, capacity: str) -> list[Tensor]:
+        """Three steps, an evaluation and a checkpoint: the loss and the parameters."""
+        model = self.offloaded(self.config(capacity))
+        with infinity.engine_of(model):
+            optimizer = infinity.AdamW(model, lr=1e-3)
+            if self.way == "resume":
+                infinity.checkpoint.load(self.checkpoint(), model, optimizer)
+            self.take_steps(model, optimizer, 2)
+            model.eval()
+            with torch.no_grad():
+                loss = self.entry.loss(model, self.entry.batch(9))
+            shutil.rmtree(self.directory / "saved", ignore_errors=True)
+            infinity.checkpoint.save(self.directory / "saved", model, optimizer)
+            self.take_steps(model, optimizer, 1)
+            return [loss, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
-def on_meta(name: str, config: dict[str, Any]) -> Any:
-    with infinity.init_empty_weights(config):
-        return MODELS[name]()
+def linears_of(model: nn.Module) -> list[str]:
+    """The linear layers that PEFT adapts in this model."""
+    named = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    return [name for name in named if not name.endswith(("out_proj", "lm_head"))]
 
 
-def saved(name: str, directory: Path) -> Path:
-    if not directory.exists():
-        MODELS[name]().save_pretrained(directory)
-    return directory
+LARGER = (1.3, 2.4)  # Times the least: budgets that change no bit.
 
 
-def from_files(name: str, config: dict[str, Any], directory: Path) -> Any:
-    return infinity.offload(on_meta(name, config), config, weights=saved(name, directory))
-
-
-WAYS: dict[str, Callable[[str, dict[str, Any], Path], Any]] = {
-    "in memory": lambda name, config, _: infinity.offload(MODELS[name](), config),
-    "random": lambda name, config, _: infinity.offload(on_meta(name, config), config),
-    "from files": from_files,
-    "adapters over meta": lambda name, config, _: infinity.offload(
-        adapted(on_meta(name, config)), config
-    ),
-}
-
-
-def from_function(name: str, config: dict[str, Any], _: Path) -> Any:
-    values = dict(MODELS[name]().named_parameters())
-    return infinity.offload(
-        on_meta(name, config), config, weights=lambda wanted: values[wanted].detach()
-    )
-
-
-WAYS["from a function"] = from_function
-WAYS["adapters over files"] = lambda name, config, directory: infinity.offload(
-    adapted(on_meta(name, config)), config, weights=saved(name, directory)
-)
-
-
-def configured(capacity: str, swap: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "tiers": small_tiers(swap, capacity),
-        "schedule": {"tile": 0},
-    } | more
-
-
-def train(model: Any) -> list[torch.Tensor]:
-    """Two steps, and the state that follows from them."""
-    optimizer = infinity.AdamW(model, lr=1e-3)
-    return continue_with(model, optimizer)
-
-
-def continue_with(model: Any, optimizer: Any) -> list[torch.Tensor]:
-    for _ in range(2):
-        model(input_ids=IDS, labels=IDS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def check_capacities(run: Callable[[str], list[torch.Tensor]]) -> None:
-    """What a refusal names works, a byte less is refused, and more changes no bit."""
+def check(run: Callable[[str], list[Tensor]], larger: Iterable[float] = LARGER) -> None:
     with pytest.raises(CapacityError, match="smallest host budget that works") as refused:
-        run("64KiB")
+        run("4KiB")
     needed_nbytes = refused.value.needed_nbytes
     least = run(f"{needed_nbytes}B")
-    # More than the least, and less than is comfortable.
-    for more in (run(f"{int(2.4 * needed_nbytes)}B"), run("24MiB")):
-        assert all(map(torch.equal, least, more))
+    for times in larger:
+        assert all(map(torch.equal, least, run(f"{int(times * needed_nbytes)}B"))), times
     with pytest.raises(CapacityError, match="smallest host budget that works"):
         run(f"{needed_nbytes - 1}B")
 
 
-def test_an_adapter_on_a_router_trains_in_the_named_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The frozen weight of a router gets a new version in the forward: it is compared with its
-    file, which takes no more room than its use."""
-    sizes = SIZES | {"num_key_value_heads": 2, "num_local_experts": 4}
-    monkeypatch.setitem(MODELS, "mixtral", lambda: MixtralForCausalLM(MixtralConfig(**sizes)))
-
-    def run(capacity: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        config = configured(capacity, tmp_path / "swap")
-        model = WAYS["adapters over files"]("mixtral", config, tmp_path / "files")
-        with infinity.engine_of(model):
-            return train(model)
-
-    check_capacities(run)
+PRECISIONS = (
+    {"compute": "float32", "moments": "float32"}, {"compute": "bfloat16", "moments": "float32"},
+    {"compute": "bfloat16", "moments": "8bit"}, {"moments": "8bit"},
+)  # fmt: skip
+OF_FILES = ("in memory", "files", "function", "adapter", "adapter over files", "resume")
+SOURCES = [*((name, "random") for name in ARCHITECTURES), *product(SOME, OF_FILES)]
 
 
-PRECISIONS = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "8bit")]
-SOURCES = [(name, way) for name in MODELS for way in WAYS if name == "llama" or way == "random"]
+def turn_of(name: str, way: str) -> int:
+    """Counts architectures, or for some of them the ways: precisions and budgets come in turn."""
+    return ARCHITECTURES.index(name) if way == "random" else SOME.index(name) + OF_FILES.index(way)
 
 
-def has_turn(case: tuple[str, str, str, str]) -> bool:
-    """The three precisions come in turn for each way in which weights come."""
-    name, way, *precision = case
-    row, column = SOURCES.index((name, way)), PRECISIONS.index((precision[0], precision[1]))
-    return (row + column) % 3 == 0
+def has_turn(case: tuple[str, str, float]) -> bool:
+    """Every second architecture; of some architectures each by some ways, each way with some."""
+    name, way, larger = case
+    turn, every = turn_of(name, way), 2 if way == "random" else 3
+    return turn % every == 0 and larger == LARGER[turn // every % 2]
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "compute", "moments"),
-    sampled([(*source, *each) for source in SOURCES for each in PRECISIONS], has_turn),
+    ("name", "way", "larger"),
+    sampled(((*source, larger) for source in SOURCES for larger in LARGER), has_turn),
 )
 def test_the_budget_that_a_refusal_names_trains(
-    name: str, way: str, compute: str, moments: str, tmp_path: Path
+    name: str, way: str, larger: float, tmp_path: Path
 ) -> None:
-    precision = {"compute": compute, "moments": moments}
+    precision = PRECISIONS[turn_of(name, way) // 2 % len(PRECISIONS)]
+    schedule = {"tile": "auto" if larger == LARGER[0] else 0}
+    check(Job(name, way, tmp_path, precision=precision, schedule=schedule).run, [larger])
 
-    def run(capacity: str) -> list[torch.Tensor]:
-        config = configured(capacity, tmp_path / "swap", precision=precision)
-        torch.manual_seed(0)
-        model = WAYS[way](name, config, tmp_path / "files")
-        with infinity.engine_of(model):
-            return train(model)
 
-    check_capacities(run)
+def test_an_adapter_on_a_router_trains_in_the_named_budget(tmp_path: Path) -> None:
+    """The frozen weight of a router gets a new version in the forward: it is compared with its
+    file, which takes no more room than its use."""
+    job = Job("mixtral", "adapter over files", tmp_path, schedule={"tile": 0})
+    job.targets = "all-linear"
+    check(job.run)
+
+
+@pytest.mark.parametrize(
+    ("name", "durability"), [("mixtral", "none"), ("gpt2", "checkpoint"), ("t5", "step")]
+)
+def test_the_named_budget_resumes_a_run_of_any_durability(
+    name: str, durability: str, tmp_path: Path
+) -> None:
+    check(Job(name, "resume", tmp_path, checkpoint={"durability": durability}).run)
 
 
 class Scaled(nn.Module):
@@ -177,7 +186,7 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.linspace(-1, 1, width))
         self.inside = nn.Sequential(*inside)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x + self.inside(x * self.scale).tanh()
 
 
@@ -188,12 +197,13 @@ def test_the_named_budget_trains_around_weights_in_use_and_holds_two_units(
     """The optimizer's ring ("nvme"), and units left in memory ("host"), once divided what was free."""
     placement = {"parameters": "nvme"} | dict.fromkeys(("master", "moments", "gradients"), others)
 
-    def run(capacity: str) -> list[torch.Tensor]:
+    def run(capacity: str) -> list[Tensor]:
         torch.manual_seed(0)
         inner = Scaled(96, nn.Linear(96, 96))
         model = Scaled(96, nn.Linear(96, 256), nn.Linear(256, 96), inner)
         inner.scale.requires_grad_(False)
-        config = configured(capacity, tmp_path / "swap", placement=placement)
+        tiers = small_tiers(tmp_path / "swap", capacity)
+        config = {"tiers": tiers, "schedule": {"tile": 0}, "placement": placement}
         with infinity.engine_of(infinity.offload(model, config)):
             optimizer = infinity.AdamW(model, lr=1e-2)
             x = torch.arange(192.0).sin().view(2, 96)
@@ -208,31 +218,4 @@ def test_the_named_budget_trains_around_weights_in_use_and_holds_two_units(
                     pass
             return [parameter.detach().clone() for parameter in model.parameters()]
 
-    check_capacities(run)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), in_turn(MODELS, [("none", "bfloat16"), ("checkpoint", "float32")])
-)
-def test_the_budget_that_a_refusal_names_resumes(
-    name: str, kind: tuple[str, str], tmp_path: Path
-) -> None:
-    durability, compute = kind
-    kept = {"durability": durability}
-    more = {"checkpoint": kept, "precision": {"compute": compute}}
-    first = configured("24MiB", tmp_path / "swap", **more)
-    model = infinity.offload(MODELS[name](), first)
-    with infinity.engine_of(model):
-        optimizer = infinity.AdamW(model, lr=1e-3)
-        continue_with(model, optimizer)
-        saved_at = infinity.checkpoint.save(tmp_path / "run", model, optimizer)
-
-    def run(capacity: str) -> list[torch.Tensor]:
-        config = configured(capacity, tmp_path / "swap", **more)
-        model = infinity.offload(on_meta(name, config), config, resume=saved_at)
-        with infinity.engine_of(model):
-            optimizer = infinity.AdamW(model, lr=1e-3)
-            infinity.checkpoint.load(saved_at, model, optimizer)
-            return continue_with(model, optimizer)
-
-    check_capacities(run)
+    check(run)

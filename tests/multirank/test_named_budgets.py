@@ -11,38 +11,31 @@ import torch.distributed as dist
 
 import infinity
 from infinity.errors import CapacityError
-from tests.integrations.test_budgets import IDS, MODELS, WAYS
+from tests.integrations.test_budgets import Job
 from tests.support.exhaustive import sampled
-from tests.support.offloading import small_tiers
 
 from .processes import run_ranks
 
 COUNT = 2
 
 
-def train(rank: int, capacity: str, swap: Path, way: str, sharing: dict[str, Any]) -> list[Any]:
-    config = {
-        "tiers": small_tiers(swap, capacity),
-        "distributed": sharing["distributed"],
-        "precision": sharing["precision"],
-        "schedule": {"tile": 0},
-    }
-    torch.manual_seed(0)
-    model = WAYS[way]("llama", config, swap.parent / "files")
+def train(rank: int, job: Job, capacity: str) -> list[Any]:
+    model = job.offloaded(job.config(capacity))
     with infinity.engine_of(model):
         optimizer = infinity.AdamW(model, lr=1e-3)
-        for _ in range(2):
-            model(input_ids=IDS[rank : rank + 1], labels=IDS[rank : rank + 1]).loss.backward()
+        for step in range(2):
+            job.entry.loss(model, job.entry.batch(2 * step + rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
         return [model.get_parameter(name).detach().clone() for name, _ in model.named_parameters()]
 
 
-def work(rank: int, directory: Path, ways: tuple[str, ...], sharing: dict[str, Any]) -> None:
+def work(rank: int, directory: Path, ways: tuple[str, ...], more: dict[str, Any]) -> None:
     for way in ways:
+        job = Job("llama", way, directory, schedule={"tile": 0}, **more)
 
-        def run(capacity: str, way: str = way) -> list[Any]:
-            return train(rank, capacity, directory / "swap", way, sharing)
+        def run(capacity: str, job: Job = job) -> list[Any]:
+            return train(rank, job, capacity)
 
         with pytest.raises(CapacityError, match="smallest host budget that works") as refused:
             run("64KiB")
@@ -59,10 +52,10 @@ def work(rank: int, directory: Path, ways: tuple[str, ...], sharing: dict[str, A
     ("stage", "budgets", "precision", "ways"),
     sampled(
         [
-            (1, "node", {"compute": "float32"}, ("random", "from a function")),
-            (2, "node", {"compute": "bfloat16"}, ("in memory", "adapters over meta")),
-            (3, "node", {"moments": "8bit"}, ("random", "from files")),
-            (3, "rank", {"compute": "float32"}, ("from files", "adapters over meta")),
+            (1, "node", {"compute": "float32"}, ("random", "function")),
+            (2, "node", {"compute": "bfloat16"}, ("in memory", "adapter")),
+            (3, "node", {"moments": "8bit"}, ("random", "files")),
+            (3, "rank", {"compute": "float32"}, ("files", "adapter")),
         ],
         lambda case: case[1] == "rank" or case[0] == 2,
     ),
@@ -70,9 +63,6 @@ def work(rank: int, directory: Path, ways: tuple[str, ...], sharing: dict[str, A
 def test_the_budget_that_a_refusal_names_trains_on_every_rank(
     stage: int, budgets: str, precision: dict[str, str], ways: tuple[str, ...], tmp_path: Path
 ) -> None:
-    MODELS["llama"]().save_pretrained(tmp_path / "files")
-    sharing = {
-        "distributed": {"zero_stage": stage, "budgets": budgets},
-        "precision": precision,
-    }
-    run_ranks(COUNT, work, tmp_path, ways, sharing)
+    Job("llama", "files", tmp_path).files()
+    sharing = {"zero_stage": stage, "budgets": budgets}
+    run_ranks(COUNT, work, tmp_path, ways, {"distributed": sharing, "precision": precision})
