@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         init_empty_weights,
         offload,
         shrink,
+        together,
     )
     from infinity.config import SwapConfig
     from infinity.errors import (
@@ -85,6 +86,7 @@ __all__ = [
     "offload",
     "score",
     "shrink",
+    "together",
 ]
 
 _TOOLS = {

@@ -59,6 +59,7 @@ __all__ = [
     "init_empty_weights",
     "offload",
     "shrink",
+    "together",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -260,6 +261,32 @@ def forward(model: nn.Module, function: Callable[[Any], T], batches: Iterable[An
     does.
     """
     return engine_of(model).sweep([], [partial(function, batch) for batch in batches])[1]
+
+
+def together(model: nn.Module, loops: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """Runs several training loops over one model, each with an adapter of its own; returns their
+    results.
+
+        model.add_adapter("other", LoraConfig(...))  # Beside "default", before infinity.offload.
+        infinity.together(model, {"default": train_default, "other": train_other})
+
+    A loop is any function that trains its adapter: batches, optimizer, clipping and schedule are
+    its own. It runs until it calls `infinity.forward_backward` or `infinity.forward`. When every
+    loop has come that far, or has ended, the calls of all pass the blocks together, so the base is
+    read as often as for one loop. Losses, gradients and weights have the bits of each loop run
+    alone with the same seed. Loops may have any number of steps. Call `forward_backward` once a
+    step: a pass that a loop makes by itself (`model(...)`) reads the base for this loop alone.
+
+    loops: by the name of the adapter that is active in the loop. Only these adapters are trained;
+        PEFT's `set_adapter` is not called, because it freezes all other adapters
+
+    Each loop begins with the caller's generators of random numbers, which are as before in the
+    end. Loops run in threads, one at a time and in their order. An error in one ends all.
+
+    Raises ConfigError, before a loop begins, for a name that is no adapter and for a trained
+    parameter of no loop.
+    """
+    return engine_of(model).together(loops)
 
 
 def beside(model: nn.Module, call: Callable[[], T]) -> Callable[[], T]:

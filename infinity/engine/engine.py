@@ -30,6 +30,7 @@ from infinity.distributed.group import find_group, path_of_job
 from infinity.distributed.shared_inputs import SharedActivationStore
 from infinity.distributed.sync import Ranks
 from infinity.engine.state_access import StateAccess
+from infinity.engine.together import loop_of, run_together
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.accumulate.layer_major import Passenger, ScheduleParts
 from infinity.modules.autograd.grads import ParamGrads
@@ -201,8 +202,14 @@ class Engine(Closing):
         added to those before, and the results of `calls`, which run without gradients: see
         `infinity.forward_backward` and `infinity.forward`."""
         graded = [Passenger(call, is_graded=True) for call in losses]
-        found = self._model_passes.sweep([*graded, *(Passenger(call, False) for call in calls)])
+        sweep = loop.sweep if (loop := loop_of(self.model)) else self._model_passes.sweep
+        found = sweep([*graded, *(Passenger(call, is_graded=False) for call in calls)])
         return found[: len(graded)], found[len(graded) :]
+
+    def together(self, loops: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        """See `infinity.together`."""
+        device = self.device.torch_device
+        return run_together(self.model, device, loops, self._model_passes.sweep)
 
     def beside(self, call: Callable[[], T]) -> Callable[[], T]:
         """See `infinity.beside`."""

@@ -61,7 +61,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -113,10 +113,12 @@ class ScheduleParts:
 
 class Passenger(NamedTuple):
     """A call that passes the blocks together with others. With `is_graded` it returns a loss, whose
-    backward follows; otherwise it runs without gradients, and its result may be anything."""
+    backward follows; otherwise it runs without gradients, and its result may be anything. It runs
+    inside `around()`."""
 
     call: Callable[[], Any]
     is_graded: bool
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class LayerMajorSchedule:
@@ -258,7 +260,7 @@ class LayerMajorSchedule:
         """Returns what the fiber runs. `take` gets the result of a call without gradients."""
 
         def run() -> Any:
-            with torch.set_grad_enabled(passenger.is_graded):
+            with passenger.around(), torch.set_grad_enabled(passenger.is_graded):
                 result = passenger.call()
             _refuse(self._program.of_threads(), "in the thread of a micro-batch")
             return result if passenger.is_graded else take(result)

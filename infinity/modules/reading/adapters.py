@@ -9,7 +9,7 @@ layer called `token_adapter` in such a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,17 @@ _DERIVED = ("lora_magnitude_vector", "trainable_tokens_delta", "trainable_tokens
 def adapter_modules(model: nn.Module) -> list[nn.Module]:
     """Yields every module that belongs to an adapter, with its submodules."""
     return [module for _, _, part in _parts(model) for module in part.modules()]
+
+
+def names_of_adapters(model: nn.Module) -> list[str]:
+    """Returns the names of the adapters that PEFT has attached to a model."""
+    configs = getattr(model, "peft_config", None)
+    return list(configs) if isinstance(configs, dict) else []
+
+
+def adapter_of(name: str, adapters: Container[str]) -> str:
+    """Returns which of these adapters has the parameter of this name; "" for none."""
+    return next((part for part in reversed(name.split(".")) if part in adapters), "")
 
 
 def refuse_without_values(model: nn.Module) -> None:
@@ -52,11 +63,9 @@ def refuse_without_values(model: nn.Module) -> None:
 def refuse_values_to_come(model: nn.Module) -> None:
     """Refuses an adapter whose first values PEFT has made of weights that do not have theirs yet:
     small ones, which keep their constructor's values until `offload`."""
-    configs = getattr(model, "peft_config", None)
-    if not isinstance(configs, dict) or not any(map(is_to_come, model.parameters())):
-        return
-    for name, config in configs.items():
-        start = _start_from_base(model, name, config)
+    names = names_of_adapters(model)
+    for name in names if names and any(map(is_to_come, model.parameters())) else ():
+        start = _start_from_base(model, name, model.peft_config[name])  # type: ignore[index]
         if start is not None:
             raise ConfigError(
                 f"adapter {name!r} takes its first values from the base's weights ({start}), which "

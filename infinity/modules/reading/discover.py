@@ -5,8 +5,8 @@ list, or any other module that owns parameters. A *unit* is a set of parameters 
 modules need, so the parameters that move together are used together. The weights of a block are one
 unit. A weight tied between embedding and head is another, and so is a block that several layers
 share. Frozen and trainable parameters are separate units: an adapter is read, updated and saved
-without its base model. A tile of an operator that is too large for one unit
-(`modules/tiling/split.py`) is a hooked module, also inside a block.
+without its base model, and without other adapters that are trained. A tile of an operator that is
+too large for one unit (`modules/tiling/split.py`) is a hooked module, also inside a block.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedError
+from infinity.modules.reading.adapters import adapter_of, names_of_adapters
 from infinity.modules.reading.empty_weights import without_class
 from infinity.modules.tiling.layers import Tiled
 from infinity.state.nesting import Nesting
@@ -101,27 +102,30 @@ def discover_units(
     _visit(model, "", None, (), is_block, walk)
     hooked_modules, found = walk.hooked_modules, walk.found
     groups: dict[tuple[tuple[int, ...], str], list[FoundParam]] = {}
+    names = names_of_adapters(model)
     for param in found.values():
         kind = "frozen"
         if param.parameter.requires_grad:
-            kind = "trained"
+            adapter = adapter_of(param.name, names) if len(names) > 1 else ""
+            kind = f"trained {adapter}".strip()
         elif id(param.parameter) in stored:
             kind = "stored"
         elif id(param.parameter) in adapters:
             kind = "frozen adapter"
         groups.setdefault((tuple(param.hooked_modules), kind), []).append(param)
     units = []
+    kinds = [*dict.fromkeys(kind for _, kind in groups if kind not in _FROZEN), *_FROZEN]
     for (used_by, kind), members in groups.items():
         name = _unit_name(members, hooked_modules)
         # Names of units are unique, because a commit finds a unit by its name.
-        is_second = any((used_by, other) in groups for other in _KINDS[: _KINDS.index(kind)])
+        is_second = any((used_by, other) in groups for other in kinds[: kinds.index(kind)])
         units.append((f"{name} ({kind})" if is_second else name, members))
     return ModelLayout(model, hooked_modules, units, walk.chains)
 
 
-# Parameters of different kinds share no unit. The first that a module has gives its unit the name
-# of the module.
-_KINDS = ("trained", "frozen", "stored", "frozen adapter")
+# Parameters of different kinds share no unit. The first that a module has, trained ones before
+# these, gives its unit the name of the module.
+_FROZEN = ("frozen", "stored", "frozen adapter")
 
 
 def _block_test(model: nn.Module, rule: UnitRule) -> Callable[[str, nn.Module], bool]:
