@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from infinity.errors import InfinityError, storage_error
-from infinity.tools.cli.options import with_quiet
+from infinity.tools.cli.options import with_output
 
 # name -> (module of this package, attribute, one line of help). A Typer is a group, a function one
 # command.
@@ -97,7 +97,7 @@ def _import_command(name: str) -> Any:
         alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         alone.command(name, help=target.__doc__ or line)(target)
         target = alone
-    return _without_python_types(with_quiet(typer.main.get_command(target)))
+    return _without_python_types(with_output(typer.main.get_command(target)))
 
 
 def _without_python_types(command: Any) -> Any:

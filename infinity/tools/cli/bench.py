@@ -18,7 +18,7 @@ import typer
 
 from infinity.errors import ConfigError
 from infinity.sizes import MIB, align_down, format_nbytes, parse_nbytes
-from infinity.tools.cli.options import Json, Paths
+from infinity.tools.cli.options import Paths, is_silent, note, reply, wants_json
 
 if TYPE_CHECKING:
     from infinity.tools.bench.measure import Comparison, Effort, Lab
@@ -61,7 +61,6 @@ def bench(
         int | None,
         typer.Option("--rounds", metavar="N", min=1, help="Interleaved rounds; 7 by default."),
     ] = None,
-    as_json: Json = False,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the same JSON to a file.")
     ] = None,
@@ -96,8 +95,8 @@ def bench(
         results = list(suite.run(replace(lab, on_step=say), sections))
     if plot is not None:
         for path in plots.save(rows_of(results), plot):
-            typer.echo(f"wrote {path}", err=True)
-    tell(results, environment, as_json=as_json, save=save)
+            note(f"wrote {path}")
+    tell(results, environment, as_json=wants_json(), save=save)
 
 
 def tell(
@@ -149,7 +148,7 @@ def open_lab(
         if not directory.is_dir() and not (tiers and directory.parent.is_dir()):
             raise ConfigError(f"{str(directory)!r} is no directory; name one on the drive")
     has_fio = with_fio and fio.is_installed()
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=is_silent())
     if with_fio and not has_fio:
         console.print("fio is not installed: its column stays empty (apt install fio)")
     with (
@@ -253,7 +252,6 @@ def tune(
         Path | None,
         typer.Option("--write", metavar="FILE", help="Also write the fragment to a file."),
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Find the io settings that suit these drives, and print them as a fragment of TOML.
 
@@ -279,7 +277,7 @@ def tune(
     fragment = tuning.to_toml(choice, names or list(map(str, directories)), remark)
     if write is not None:
         write.write_text(fragment)
-    if as_json:
+    if wants_json():
         scores = {str(who): round(score, 4) for who, score in choice.scores.items()}
         found = {
             "block_nbytes": choice.best.block_nbytes,
@@ -291,9 +289,9 @@ def tune(
             "ring_scores": {str(who): round(score, 4) for who, score in choice.ring_scores.items()},
             "paths": [dataclasses.asdict(path) for path in choice.paths],
         }
-        typer.echo(json.dumps(found, indent=1))
+        reply(found)
         return
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=is_silent())
     tables: tuple[tuple[Mapping[Any, float], object], ...] = (
         (choice.scores, choice.best), (choice.ring_scores, choice.rings)
     )  # fmt: skip

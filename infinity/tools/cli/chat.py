@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.tools.cli.options import Json, Quiet
+from infinity.tools.cli.options import is_silent, reply, wants_json
 
 if TYPE_CHECKING:
     from infinity.tools.chat import TextWriter
@@ -38,8 +37,6 @@ def generate(
     tokens: _Tokens = 100,
     temperature: _Temperature = 0.0,
     config: _Config = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Let a trained model continue a text.
 
@@ -49,21 +46,17 @@ def generate(
     writer, started_s = _open(directory, config), time.perf_counter()
     try:
         ids = writer.tokenizer.encode(prompt)
-        new = writer.write(
-            ids, num_tokens=tokens, temperature=temperature, say=_say(as_json or quiet)
-        )
+        new = writer.write(ids, num_tokens=tokens, temperature=temperature, say=_say)
     finally:
         writer.close()
-    if as_json:
-        answer = {
-            "prompt": prompt,
-            "text": writer.tokenizer.decode(new),
-            "num_tokens": len(new),
-            "seconds": time.perf_counter() - started_s,
-        }
-        typer.echo(json.dumps(answer, indent=2))
-    elif not quiet:
-        typer.echo()
+    _say("\n")
+    answer = {
+        "prompt": prompt,
+        "text": writer.tokenizer.decode(new),
+        "num_tokens": len(new),
+        "seconds": time.perf_counter() - started_s,
+    }
+    reply(answer)
 
 
 def chat(
@@ -74,8 +67,6 @@ def chat(
     tokens: _Tokens = 400,
     temperature: _Temperature = 0.7,
     config: _Config = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Talk to a trained model, one line at a time; an empty line or Ctrl-D ends it.
 
@@ -84,17 +75,14 @@ def chat(
     writer = _open(directory, config)
     messages = [{"role": "system", "content": system}] if system else []
     try:
-        while text := _line(is_shown=not (quiet or as_json)):
+        while text := _line():
             messages.append({"role": "user", "content": text})
-            new = writer.write(
-                writer.prompt_of(messages), num_tokens=tokens, temperature=temperature,
-                say=_say(as_json or quiet),
-            )  # fmt: skip
+            prompt = writer.prompt_of(messages)
+            new = writer.write(prompt, num_tokens=tokens, temperature=temperature, say=_say)
             messages.append({"role": "assistant", "content": writer.tokenizer.decode(new)})
-            if as_json:
+            _say("\n")
+            if wants_json():
                 typer.echo(json.dumps(messages[-1]))
-            elif not quiet:
-                typer.echo()
     except KeyboardInterrupt:
         typer.echo()
     finally:
@@ -113,18 +101,14 @@ def _open(directory: Path, config: Path | None) -> TextWriter:
     return open_writer(directory, config)
 
 
-def _say(is_quiet: bool) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        if not is_quiet:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-    return say
-
-
-def _line(*, is_shown: bool) -> str:
-    """Returns the next line of the user; "" at the end of the input."""
-    if is_shown and sys.stdin.isatty():
-        sys.stdout.write("> ")
+def _say(text: str) -> None:
+    if not is_silent():
+        sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def _line() -> str:
+    """Returns the next line of the user; "" at the end of the input."""
+    if sys.stdin.isatty():
+        _say("> ")
     return sys.stdin.readline().strip()

@@ -14,7 +14,7 @@ import typer
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.tools.cli import print_error
-from infinity.tools.cli.options import Json, Quiet
+from infinity.tools.cli.options import note, reply, wants_json
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -31,11 +31,7 @@ _File = Annotated[str, typer.Argument(metavar="FILE", help="A .toml, .yaml, .yml
 
 
 @app.command()
-def check(
-    file: _File,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+def check(file: _File) -> None:
     """Print "ok", or every fault with its position and exit code 1."""
     from infinity.config import InvalidConfigError, SwapConfig
 
@@ -48,31 +44,25 @@ def check(
             if isinstance(error, InvalidConfigError)
             else [str(error)]
         )
-    if as_json:
-        typer.echo(json.dumps({"file": file, "faults": faults}, indent=2))
-    else:
+    reply({"file": file, "faults": faults}, "" if faults else f"{file}: ok")
+    if not wants_json():
         for line in faults:
             print_error(line)
     if faults:
         raise typer.Exit(1)
-    if not as_json and not quiet:
-        typer.echo(f"{file}: ok")
 
 
 @app.command()
-def show(
-    file: _File,
-    as_json: Json = False,
-) -> None:
+def show(file: _File) -> None:
     """Print every value and its origin, as a usable TOML file."""
     from infinity.config import SwapConfig, render
 
     config = SwapConfig.load(file)
-    if as_json:
+    if wants_json():
         origins = {value.key: value.origin for value in config.resolved()}
-        typer.echo(json.dumps({"config": config.to_dict(), "origins": origins}, indent=2))
-        return
-    typer.echo(render.to_toml(config, _on_this_machine(config)), nl=False)
+        reply({"config": config.to_dict(), "origins": origins})
+    else:
+        typer.echo(render.to_toml(config, _on_this_machine(config)), nl=False)
 
 
 @app.command()
@@ -84,15 +74,11 @@ def schema(
         bool,
         typer.Option("--deepspeed", help="What `config import` does with each key: Markdown."),
     ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="The schema as JSON, which is what comes without options."),
-    ] = False,
 ) -> None:
     """Print the JSON Schema of a configuration file."""
     from infinity.config import render
 
-    if as_json and (markdown or deepspeed):
+    if wants_json() and (markdown or deepspeed):
         raise typer.BadParameter("--json prints the schema; the references are Markdown alone")
     if deepspeed:
         from infinity.config import deepspeed as ds
@@ -117,7 +103,6 @@ def import_(
     skip_refused: Annotated[
         bool, typer.Option("--skip-refused", help="Leave out keys that cannot be translated.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --report json.")] = False,
 ) -> None:
     """Translate a DeepSpeed configuration and report on every key.
 
@@ -133,8 +118,7 @@ def import_(
     is_good = skip_refused or not found.lost
     config = configuration_of(found, source)
     toml = _translated(config, found, file) if is_good else ""
-    report = "json" if as_json else report
-    if report == "json":
+    if wants_json() or report == "json":
         entries = [asdict(entry) for entry in found.entries]
         answer = {"keys": entries, "config": found.settings, "train": found.train}
         typer.echo(json.dumps(answer, indent=2))
@@ -145,7 +129,7 @@ def import_(
             out.write_text(toml, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
-    elif report == "text":
+    elif not wants_json() and report == "text":
         typer.echo(toml, nl=False)
     if not is_good:
         print_error(
@@ -184,7 +168,7 @@ def _print_report(found: Translation, *, to_stderr: bool) -> None:
         if entry.is_lost:
             print_error(line)
         else:
-            typer.echo(line, err=to_stderr)
+            (note if to_stderr else typer.echo)(line)
 
 
 def _assignments(settings: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,7 +9,7 @@ import typer
 
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
-from infinity.tools.cli.options import Json, Quiet, bytes_bar
+from infinity.tools.cli.options import bytes_bar, is_silent, reply
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -44,8 +43,6 @@ def merge(
             "--any-base", help="Merge into another base than the adapter was trained over, too."
         ),
     ] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Merge a LoRA or DoRA adapter into its base, as a checkpoint.
 
@@ -59,9 +56,7 @@ def merge(
     refuse_absent_adapter(adapter)
     from infinity.tools.training.merge import plan_merge
 
-    _write(
-        plan_merge(base, adapter, to=to, any_base=any_base), out, as_json=as_json, is_quiet=quiet
-    )
+    _write(plan_merge(base, adapter, to=to, any_base=any_base), out)
 
 
 def quantize(
@@ -77,8 +72,6 @@ def quantize(
             "E4M3 in blocks of 128x128, as DeepSeek-V3.",
         ),
     ],
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Quantise the linear layers of a checkpoint, for a smaller base under an adapter.
 
@@ -89,7 +82,7 @@ def quantize(
     refuse_no_directory(directory)
     from infinity.tools.convert.quantize import plan_quantize
 
-    _write(plan_quantize(directory, to), out, as_json=as_json, is_quiet=quiet)
+    _write(plan_quantize(directory, to), out)
 
 
 def convert(
@@ -101,8 +94,6 @@ def convert(
         ),
     ],
     out: _Out,
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Make a directory of safetensors from other formats, with the same bits.
 
@@ -121,27 +112,25 @@ def convert(
 
         refuse_no_directory(source)
         plan = plan_pickled(source)
-    _write(plan, out, as_json=as_json, is_quiet=quiet)
+    _write(plan, out)
 
 
-def _write(plan: DirectoryPlan, out: Path, *, as_json: bool, is_quiet: bool) -> None:
+def _write(plan: DirectoryPlan, out: Path) -> None:
     from infinity.tools.convert.rewrite import check_target, write_directory
 
     check_target(out, plan.nbytes)
     before_nbytes = plan.source.nbytes
-    with bytes_bar(plan.source.path.name, plan.nbytes, is_quiet=is_quiet or as_json) as progress:
+    with bytes_bar(plan.source.path.name, plan.nbytes) as progress:
         write_directory(plan, out, progress)
-    if as_json:
-        summary = {
-            "directory": str(out),
-            "shards": list(plan.shards),
-            "nbytes": plan.nbytes,
-            "source_nbytes": before_nbytes,
-        }
-        typer.echo(json.dumps(summary, indent=2))
-    elif not is_quiet:
-        sizes = f"{format_nbytes(plan.nbytes)} from {format_nbytes(before_nbytes)}"
-        typer.echo(f"wrote {out}: {sizes}, {len(plan.shards)} shard{'s' * (len(plan.shards) > 1)}")
+    summary = {
+        "directory": str(out),
+        "shards": list(plan.shards),
+        "nbytes": plan.nbytes,
+        "source_nbytes": before_nbytes,
+    }
+    sizes = f"{format_nbytes(plan.nbytes)} from {format_nbytes(before_nbytes)}"
+    count = len(plan.shards)
+    reply(summary, f"wrote {out}: {sizes}, {count} shard{'s' * (count > 1)}")
 
 
 # -- Export: a checkpoint of a run in a format of other programs -----------------------------------
@@ -174,8 +163,6 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard", metavar="SIZE", help="Largest safetensors file.")
     ] = "2GiB",
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Convert a checkpoint of a run to a format of other programs.
 
@@ -209,12 +196,9 @@ def export(
             tokenizer=_tokenizer(loaded),
         )
     nbytes = sum(file.stat().st_size for file in files)
-    if as_json:
-        names = sorted(file.name for file in files)
-        said = {"checkpoint": str(found), "directory": str(out), "files": names, "nbytes": nbytes}
-        typer.echo(json.dumps(said, indent=2))
-    elif not quiet:
-        typer.echo(f"wrote {format_nbytes(nbytes)} of {found.name} to {out}")
+    names = sorted(file.name for file in files)
+    said = {"checkpoint": str(found), "directory": str(out), "files": names, "nbytes": nbytes}
+    reply(said, f"wrote {format_nbytes(nbytes)} of {found.name} to {out}")
 
 
 def _config_above(checkpoint: Path) -> SwapConfig | None:
@@ -282,8 +266,6 @@ def spread(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what would be done, and do nothing.")
     ] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Lay the shards of a checkpoint over several drives, so that all of them are read at once.
 
@@ -310,14 +292,12 @@ def spread(
         plan = plan_gather(directory)
     else:
         plan = plan_spread(directory, places, "copy" if copy else "move")
-    if not as_json and not quiet:
+    if not is_silent():
         _tell(plan, is_dry=dry_run)
     if not dry_run:
-        name, nbytes = plan.directory.name, plan.moved_nbytes
-        with bytes_bar(name, nbytes, is_quiet=as_json or quiet) as progress:
+        with bytes_bar(plan.directory.name, plan.moved_nbytes) as progress:
             (run_gather if gather else run_spread)(plan, progress)
-    if as_json:
-        typer.echo(json.dumps(plan.to_dict() | {"is_done": not dry_run}, indent=2))
+    reply(plan.to_dict() | {"is_done": not dry_run})
 
 
 def _tell(plan: SpreadPlan, *, is_dry: bool) -> None:

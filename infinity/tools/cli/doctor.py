@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.tools.cli.options import Json
+from infinity.tools.cli.options import is_silent, reply
 
 if TYPE_CHECKING:
     from infinity.tools.doctor import Finding
@@ -33,7 +32,6 @@ def doctor(
             "Default: the current directory.",
         ),
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """List what this machine lacks for offloading, with its cost and the remedy.
 
@@ -53,12 +51,11 @@ def doctor(
     findings: list[Finding] = []
     for finding in examine(loaded):
         findings.append(finding)
-        if not as_json:
+        if not is_silent():
             _print(finding)
     status = worst(findings)
-    if as_json:
-        rows = [dataclasses.asdict(finding) for finding in findings]
-        typer.echo(json.dumps({"status": status, "findings": rows}, indent=2))
+    rows = [dataclasses.asdict(finding) for finding in findings]
+    reply({"status": status, "findings": rows})
     if status == "missing":
         raise typer.Exit(1)
 

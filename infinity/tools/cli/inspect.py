@@ -3,7 +3,6 @@ removes what ended jobs have left."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ import typer
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.tools.cli import print_error
-from infinity.tools.cli.options import Json, Quiet
+from infinity.tools.cli.options import reply, wants_json
 
 if TYPE_CHECKING:
     from infinity.checkpoint.run.inspection import Inspection
@@ -31,7 +30,6 @@ def inspect(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every byte and check its digest.")
     ] = False,
-    as_json: Json = False,
     remove: Annotated[
         bool,
         typer.Option(
@@ -59,7 +57,11 @@ def inspect(
         typer.echo(f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}")
         return
     if not swaps and not has_commits and directory.is_dir() and not any(directory.iterdir()):
-        _print_empty(directory, as_json=as_json)
+        reply(
+            {"swap": None, "ranks": [], "commits": []},
+            f"{directory}: empty. There is no checkpoint; of a swap directory nothing else is "
+            "to be expected, as a job that ends well leaves nothing in it",
+        )
         return
     is_swap = bool(swaps) or has_commits
     found = [
@@ -67,9 +69,9 @@ def inspect(
         for place in (commits if is_swap else [directory])
         for inspection in examine(place, verify=verify)
     ]
-    if as_json:
+    if wants_json():
         rows = [inspection.to_dict() for inspection in found]
-        typer.echo(json.dumps(_tables(directory, swaps, rows) if is_swap else rows, indent=2))
+        reply(_tables(directory, swaps, rows) if is_swap else rows)
     else:
         for swap in swaps:
             _print_swap(swap)
@@ -87,16 +89,6 @@ def _checkpoints_of(directory: Path) -> Path:
     inner = directory / "checkpoints"
     is_output = (directory / "infinity-run.json").is_file() and inner.is_dir()
     return inner if is_output else directory
-
-
-def _print_empty(directory: Path, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({"swap": None, "ranks": [], "commits": []}, indent=2))
-    else:
-        typer.echo(
-            f"{directory}: empty. There is no checkpoint; of a swap directory nothing else is "
-            "to be expected, as a job that ends well leaves nothing in it"
-        )
 
 
 def _tables(
@@ -237,8 +229,6 @@ def clean(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what would be removed, and remove nothing.")
     ] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Remove the swap files and locks of jobs that are gone.
 
@@ -249,12 +239,11 @@ def clean(
     found = [
         _clean(directory, commits=commits, dry_run=dry_run) for directory in _directories(places)
     ]
-    if as_json:
-        typer.echo(json.dumps([asdict(left) for left in found], indent=2))
-    elif not quiet:
-        for left in found:
-            space = f", {format_nbytes(left.nbytes)}" if left.nbytes else ""
-            typer.echo(f"{left.path}: {left.state}{space}{left.detail and '; ' + left.detail}")
+    lines = []
+    for left in found:
+        space = f", {format_nbytes(left.nbytes)}" if left.nbytes else ""
+        lines.append(f"{left.path}: {left.state}{space}{left.detail and '; ' + left.detail}")
+    reply([asdict(left) for left in found], "\n".join(lines))
     if any(left.state == "in use" for left in found):
         raise typer.Exit(1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import HardwareName, Quiet, with_options
+from infinity.tools.cli.options import (
+    HardwareName,
+    is_silent,
+    note,
+    reply,
+    wants_json,
+    with_options,
+)
 
 if TYPE_CHECKING:
     from infinity.plan.directory import ModelDirectory
@@ -66,10 +72,6 @@ class NewOptions:
         "--write", "-o", metavar="FILE", help="The file to write, .toml; - prints it. Default: the "
         "model's name, in this directory.",
     )] = None
-    as_json: Annotated[bool, typer.Option(
-        "--json", help="Print the answer and the configuration as JSON."
-    )] = False
-    quiet: Quiet = False
 # fmt: on
 
     @property
@@ -119,11 +121,11 @@ def write_new(asked: NewOptions) -> None:
     text = _text(asked, wish, found, forecast)
     if asked.file is not None:
         _write_new(asked.file, text)
-    elif not asked.as_json:
+    elif not wants_json():
         typer.echo(text, nl=False)
-    if asked.as_json:
-        typer.echo(json.dumps(_answer(asked, wish, machine, found, forecast), indent=2))
-    elif not asked.quiet:
+    if wants_json():
+        reply(_answer(asked, wish, machine, found, forecast))
+    elif not is_silent():
         for line in _lines(asked, wish, found, forecast):
             typer.echo(line, err=asked.file is None)
 
@@ -216,8 +218,8 @@ def _facts(asked: NewOptions, length: int | None) -> DataFacts | None:
     if not asked.data:
         return None
     choice = tokenizer_of(asked.directory)
-    if choice.value == "bytes" and not asked.quiet:
-        typer.echo(str(choice), err=True)
+    if choice.value == "bytes":
+        note(str(choice))
     return read_data(asked.data, open_tokenizer(choice.value), length)
 
 
@@ -236,8 +238,7 @@ def _decide(
     if asked.hardware is not None:
         machine = load_hardware(asked.hardware)
         return decide(wish, directory, lambda *_: machine)
-    console = Console(stderr=True, quiet=asked.quiet or asked.as_json)
-    with console.status("measuring this machine"):
+    with Console(stderr=True, quiet=is_silent()).status("measuring this machine"):
         return decide(wish, directory, measure_all)
 
 

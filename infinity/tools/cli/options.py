@@ -1,11 +1,15 @@
-"""The options of commands, and the bar of bytes on stderr."""
+"""The options that commands share, and how commands print: `--json` and `--quiet` of every command,
+and the bar on stderr."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -25,60 +29,93 @@ HardwareName = Annotated[
 ]
 _T = TypeVar("_T")
 
+# Of the command that runs: whether it was called with --json, and with --quiet.
+_asked: ContextVar[tuple[bool, bool]] = ContextVar("asked", default=(False, False))
+
+
+def wants_json() -> bool:
+    """Whether the command that runs answers in JSON."""
+    return _asked.get()[0]
+
+
+def is_silent() -> bool:
+    """Whether the command that runs prints no lines for people."""
+    return any(_asked.get())
+
+
+def reply(data: Any, text: str = "") -> None:
+    """Prints the answer of a command: `data` as JSON with --json, nothing with --quiet, else the
+    text, if there is one."""
+    if wants_json():
+        typer.echo(json.dumps(data, indent=2))
+    elif text and not is_silent():
+        typer.echo(text)
+
+
+def note(text: str) -> None:
+    """Prints a line on stderr, for people."""
+    if not is_silent():
+        typer.echo(text, err=True)
+
 
 @contextmanager
-def bytes_bar(
-    title: str, total_nbytes: int, *, is_quiet: bool
-) -> Iterator[Callable[[str, int], None]]:
-    """Gives a function of (what moves, further bytes)."""
+def progress_bar(
+    title: str, total: float | None = None, *, has_bytes: bool = False
+) -> Iterator[Callable[..., None]]:
+    """Shows a bar on stderr, with bytes and their rate if it has them. Gives
+    `rich.progress.Progress.update` of it, of `description`, `total`, `completed` and `advance`."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=is_quiet) as bar:
-        task = bar.add_task(title, total=total_nbytes)
-
-        def advance(name: str, nbytes: int) -> None:
-            bar.update(task, advance=nbytes, description=name)
-
-        yield advance
+    columns = Progress.get_default_columns()
+    if has_bytes:
+        columns += (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=is_silent()) as bar:
+        yield partial(bar.update, bar.add_task(title, total=total))
 
 
-def with_quiet(command: Any) -> Any:
-    """Returns the command, or the group of commands, with `--quiet` where a command has none.
+@contextmanager
+def bytes_bar(title: str, total_nbytes: int) -> Iterator[Callable[[str, int], None]]:
+    """As `progress_bar`; gives a function of (what moves, further bytes)."""
+    with progress_bar(title, total_nbytes, has_bytes=True) as update:
+        yield lambda name, nbytes: update(description=name, advance=nbytes)
 
-    Exit code and written files are then the answer. JSON that was asked for is still printed.
+
+def with_output(command: Any) -> Any:
+    """Returns the command, or the group of commands, with `--json` and `--quiet` where a command
+    has none; its functions print by `reply` and `note`.
+
+    With `--quiet`, exit code and written files are the answer. JSON that was asked for is still
+    printed.
     """
     for child in getattr(command, "commands", {}).values():
-        with_quiet(child)
-    is_group = hasattr(command, "commands")
-    if is_group or any("--quiet" in param.opts for param in command.params):
+        with_output(child)
+    if hasattr(command, "commands"):
         return command
     app = typer.Typer(add_completion=False)
-    app.command()(_only_quiet)
-    command.params.append(typer.main.get_command(app).params[0])
+    app.command()(_only_output)
+    has = {param.name for param in command.params}
+    added = [p for p in typer.main.get_command(app).params[:2] if p.name not in has]
+    names = {param.name for param in added}
+    command.params += added
     call = command.callback
 
-    def called(*, quiet: bool, **values: Any) -> Any:
+    def called(**values: Any) -> Any:
+        as_json, quiet = values["as_json"], values["quiet"]
         with ExitStack() as stack:
-            if quiet:
+            stack.callback(_asked.reset, _asked.set((as_json, quiet)))
+            if quiet and not as_json and "quiet" in names:
                 nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-                stack.enter_context(redirect_stderr(nowhere))
-                if not values.get("as_json"):
-                    stack.enter_context(redirect_stdout(nowhere))
-            return call(**values)
+                stack.enter_context(redirect_stdout(nowhere))
+            return call(**{name: value for name, value in values.items() if name not in names})
 
     command.callback = called
     return command
 
 
-def _only_quiet(quiet: Quiet = False) -> None:
-    """Has the option and nothing else."""
+def _only_output(as_json: Json = False, quiet: Quiet = False) -> None:
+    """Has the two options and nothing else."""
 
 
 def with_options(options: type[_T]) -> Callable[[Callable[[_T], None]], Callable[..., None]]:

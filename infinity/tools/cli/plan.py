@@ -17,7 +17,14 @@ from infinity.plan.files import (
     refuse_unknown,
     shipped_in,
 )
-from infinity.tools.cli.options import HardwareName, with_options
+from infinity.tools.cli.options import (
+    HardwareName,
+    is_silent,
+    note,
+    reply,
+    wants_json,
+    with_options,
+)
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -105,7 +112,6 @@ class PlanOptions:
         metavar="FILE", help="Write the file that `infinity new` writes for --model DIR, .toml; "
         "with --table, the table, .md or .json.",
     )] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
 # fmt: on
 
 
@@ -118,7 +124,9 @@ def plan(asked: PlanOptions) -> None:
     trained and nothing stays on the drives.
     """
     if asked.show:
-        _list(as_json=asked.as_json)
+        found = {folder: shipped_in(folder) for folder in ("hardware", "models")}
+        lines = [f"{folder}: {', '.join(names)}" for folder, names in found.items()]
+        reply(found, "\n".join(lines))
         return
     if asked.model is not None:
         from infinity.config.hub import in_hub_cache  # Slow to import.
@@ -134,15 +142,6 @@ def plan(asked: PlanOptions) -> None:
             _write(asked, asked.write)
         else:
             _predict(asked)
-
-
-def _list(*, as_json: bool) -> None:
-    found = {folder: shipped_in(folder) for folder in ("hardware", "models")}
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-        return
-    for folder, names in found.items():
-        typer.echo(f"{folder}: {', '.join(names)}")
 
 
 def _refuse(asked: PlanOptions) -> None:
@@ -174,7 +173,7 @@ def _write(asked: PlanOptions, file: Path) -> None:
     write_new(
         NewOptions(
             Path(asked.model), rank=asked.lora, experts=asked.experts, sequence=asked.sequence,
-            hardware=asked.hardware, out=file, as_json=asked.as_json,
+            hardware=asked.hardware, out=file,
         )
     )  # fmt: skip
 
@@ -275,10 +274,7 @@ def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | No
     )  # fmt: skip
     said = report.answer(found, data, on_other_drives(config, model, found))
     advice = advise(config, model, found)
-    if asked.as_json:
-        typer.echo(json.dumps(report.to_dict(found, said, advice), indent=1))
-    else:
-        typer.echo(report.to_text(found, said, advice))
+    reply(report.to_dict(found, said, advice), report.to_text(found, said, advice))
     if asked.plot is not None or asked.html is not None:
         from infinity.tools.plan import gantt
 
@@ -315,9 +311,11 @@ def _print_table(asked: PlanOptions) -> None:
     wanted = [(name, machine) for name in names for machine in machines]
     cells = [
         catalogue.plan_cell(name, machine, found[machine], rank)
-        for name, machine in track(wanted, "planning", console=Console(stderr=True), transient=True)
+        for name, machine in track(
+            wanted, "planning", console=Console(stderr=True), transient=True, disable=is_silent()
+        )
     ]
-    if asked.as_json or (file is not None and file.suffix == ".json"):
+    if wants_json() or (file is not None and file.suffix == ".json"):
         text = json.dumps(catalogue.to_dict(cells), indent=1)
     else:
         text = catalogue.page_of(cells, rank, is_markdown=file is not None)
@@ -325,4 +323,4 @@ def _print_table(asked: PlanOptions) -> None:
         typer.echo(text)
     else:
         file.write_text(text + "\n", encoding="utf-8")
-        typer.echo(f"wrote {file}", err=True)
+        note(f"wrote {file}")

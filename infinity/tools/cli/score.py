@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from infinity.tools.cli.options import Json, Quiet
-
-if TYPE_CHECKING:
-    from infinity.tools.scoring.program import Request, Total
+from infinity.tools.cli.options import progress_bar, reply
 
 
 def score(
@@ -60,8 +57,6 @@ def score(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the directory's own code.")
     ] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Write the log-probability of every token of texts under a model of any size.
 
@@ -77,29 +72,14 @@ def score(
         top_k=top_k, max_length=max_length, sweep_tokens=sweep_tokens,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    total = _run(request, quiet=quiet)
-    if as_json:
-        typer.echo(json.dumps(total.to_dict(), indent=2))
-    elif not quiet:
-        typer.echo(f"{output}: {total}")
+    with progress_bar("reading the model and the data") as update:
+        begun_s = time.perf_counter()
 
-
-def _run(request: Request, *, quiet: bool) -> Total:
-    """Runs the request under a bar on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from infinity.tools.scoring import program
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    console = Console(stderr=True, quiet=quiet)
-    with Progress(*columns, console=console, disable=quiet) as bar:
-        task = bar.add_task("reading the model and the data", total=None)
-
-        def note(done: int, total: int, read_nbytes: int) -> None:
-            elapsed_s = bar.tasks[0].elapsed or 1.0
+        def show(done: int, total: int, read_nbytes: int) -> None:
+            elapsed_s = time.perf_counter() - begun_s
             rates = f"{done / elapsed_s:,.0f} tokens/s, {read_nbytes / elapsed_s / 1e9:.2f} GB/s"
             what = f"{done:,} of {total:,} tokens, {rates}"
-            bar.update(task, total=total, completed=done, description=what)
+            update(total=total, completed=done, description=what)
 
-        return program.run(request, note=note)
+        found = program.run(request, note=show)
+    reply(found.to_dict(), f"{output}: {found}")

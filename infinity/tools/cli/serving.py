@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from infinity.tools.cli.options import Json, Quiet
+from infinity.tools.cli.options import progress_bar, reply
 
 if TYPE_CHECKING:
     from infinity.tools.serving.verify import Verdict
@@ -71,8 +69,6 @@ def export_adapter(
     sheet: Annotated[
         bool, typer.Option("--sheet/--no-sheet", help="Compute infinity_sheet.json beside it.")
     ] = True,
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Write an adapter in the layout that a server reads, with a sheet to check what it serves.
 
@@ -89,20 +85,21 @@ def export_adapter(
 
     found_base = base if base is not None else passport.base_of(adapter)
     refuse_no_directory(found_base)
-    with _bar(is_quiet=quiet or as_json) as progress:
+    with progress_bar("") as update:
         said = passport.write_passport(
             adapter, found_base, target, server, any_base=any_base, prompts=prompts,
-            locate=locate if sheet else None, config=config, progress=progress,
+            locate=locate if sheet else None, config=config,
+            progress=lambda what, done, total: update(
+                description=what, completed=done, total=total
+            ),
         )  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps(said, indent=2))
-    elif not quiet:
-        typer.echo(f"wrote {target} for {said['for']}")
-        if sheet:
-            typer.echo(
-                f"{said['prompts']} prompts of {said['data']}, {said['faults']} faults. When it is "
-                f"served: infinity verify-served URL --sheet {said['sheet']}"
-            )
+    text = f"wrote {target} for {said['for']}"
+    if sheet:
+        text += (
+            f"\n{said['prompts']} prompts of {said['data']}, {said['faults']} faults. When it is "
+            f"served: infinity verify-served URL --sheet {said['sheet']}"
+        )
+    reply(said, text)
 
 
 def verify_served(
@@ -130,8 +127,6 @@ def verify_served(
         str | None,
         typer.Option("--key", metavar="NAME", help="The environment variable with the API key."),
     ] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Compare what a server says with the sheet of an adapter, and name the fault.
 
@@ -143,48 +138,30 @@ def verify_served(
 
     read = Sheet.read(sheet)
     server = Server(url, key=key)
-    total = len(read.prompts)
-    with _bar(is_quiet=quiet or as_json) as progress:
-        served = ask(server, read, model, lambda done: progress("adapter", done, total))
+    with progress_bar("adapter", len(read.prompts)) as update:
+        served = ask(server, read, model, lambda done: update(completed=done))
         base = None
         if base_model is not None:
-            base = ask(server, read, base_model, lambda done: progress("base", done, total))
+            update(description="base")
+            base = ask(server, read, base_model, lambda done: update(completed=done))
     verdict = judge(read, served, base)
-    if as_json:
-        typer.echo(json.dumps(asdict(verdict) | {"method": server.method}, indent=2))
-    elif not quiet:
-        _tell(verdict, server.method, read.groups)
+    lines = _lines(verdict, server.method, read.groups)
+    reply(asdict(verdict) | {"method": server.method}, "\n".join(lines))
     raise typer.Exit(0 if verdict.outcome == "served" else 1)
 
 
-def _tell(verdict: Verdict, method: str | None, groups: dict[str, list[str]]) -> None:
-    typer.echo(f"{verdict.outcome}: {verdict.sentence}")
-    typer.echo(
+def _lines(verdict: Verdict, method: str | None, groups: dict[str, list[str]]) -> Iterator[str]:
+    yield f"{verdict.outcome}: {verdict.sentence}"
+    yield (
         f"{verdict.num_tokens} tokens by {method}: the adapter changes {verdict.effect:.3g} nats, "
         f"the server differs from it by {verdict.deviation:.3g}, noise is {verdict.noise:.3g}"
     )
     if verdict.outcome == "served":
         if verdict.hidden:
-            typer.echo(f"too small to be seen: {', '.join(dict.fromkeys(verdict.hidden))}")
+            yield f"too small to be seen: {', '.join(dict.fromkeys(verdict.hidden))}"
         return
-    for state in verdict.nearest:
-        typer.echo(f"  {state.distance:8.3g} nats from {state}")
+    yield from (f"  {state.distance:8.3g} nats from {state}" for state in verdict.nearest)
     members = groups.get(verdict.nearest[0].group, [])
     if verdict.outcome == "faulty" and members:
         more = f" and {len(members) - 1} more" if len(members) > 1 else ""
-        typer.echo(f"modules: {members[0]}{more}")
-
-
-@contextmanager
-def _bar(*, is_quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Gives a function of (what is done, how many are done, how many there are)."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True, disable=is_quiet) as bar:
-        task = bar.add_task("", total=None)
-
-        def advance(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield advance
+        yield f"modules: {members[0]}{more}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from infinity.errors import ConfigError
 from infinity.observe import chrome
 from infinity.observe.step_summary import Stall, StepSummary, summarize
 from infinity.sizes import format_nbytes
-from infinity.tools.cli.options import Json
+from infinity.tools.cli.options import reply
 from infinity.tools.pictures.steps import choose, draw, picture_of
 from infinity.tools.pictures.timeline import milliseconds, write_page
 
@@ -31,7 +30,6 @@ def trace() -> None:
 @app.command()
 def summary(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as JSON.")],
-    as_json: Json = False,
     stalls: Annotated[
         int, typer.Option("--stalls", metavar="N", min=0, help="Largest stalls shown per step.")
     ] = 5,
@@ -48,11 +46,8 @@ def summary(
     steps = summarize(spans, num_stalls=stalls)
     if plot is not None:
         draw(spans, choose(steps, step), plot)
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(step) for step in steps], indent=2))
-        return
-    for summarized in steps:
-        typer.echo("\n".join(lines_of(summarized)) + "\n")
+    lines = [line for step in steps for line in (*lines_of(step), "")]
+    reply([dataclasses.asdict(step) for step in steps], "\n".join(lines))
 
 
 @app.command()
@@ -64,7 +59,6 @@ def view(
             "--output", "-o", metavar="HTML", help="The page; FILE with the suffix .html."
         ),
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Write a page for the browser: a timeline to zoom into, idle time by cause, bytes by link.
 
@@ -76,10 +70,7 @@ def view(
         raise ConfigError(f"the trace {str(file)!r} is empty: no step was over when it was written")
     page = file.with_suffix(".html") if out is None else out
     write_page(page, title_of(file.name, steps), [picture_of(spans, step) for step in steps])
-    if as_json:
-        typer.echo(json.dumps({"page": str(page), "steps": len(steps)}))
-    else:
-        typer.echo(f"wrote {page}; open it in a browser")
+    reply({"page": str(page), "steps": len(steps)}, f"wrote {page}; open it in a browser")
 
 
 def title_of(name: str, steps: Sequence[StepSummary]) -> str:

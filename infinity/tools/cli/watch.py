@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import Json, Quiet
+from infinity.tools.cli.options import is_silent, reply
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -38,8 +37,6 @@ def watch(
     every: Annotated[
         float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Between two looks.")
     ] = 2.0,
-    as_json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
     """Show a run: losses, time left, where the time goes, memory, drives, the last checkpoint.
 
@@ -57,10 +54,8 @@ def watch(
         raise ConfigError(
             f"{file}: {error.strerror}; expected the output.directory of a run of infinity train"
         ) from None
-    if as_json:
-        typer.echo(json.dumps(numbers_of(reader.lines), indent=2))
-        return
-    if quiet:
+    reply(numbers_of(reader.lines))
+    if is_silent():
         return
     from rich.console import Console
 
