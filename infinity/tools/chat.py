@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.bounded import MalformedError, read_json
 from infinity.config import SwapConfig
 from infinity.config.paths import ADAPTER_NAMES
 from infinity.errors import ConfigError
 from infinity.tools.pretrained import from_pretrained, with_saved_adapter
+from infinity.tools.training.base_identity import base_of
+from infinity.tools.training.model import generate
 from infinity.tools.training.settle import tokenizer_of
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 
@@ -58,20 +59,7 @@ class TextWriter:
             def end(self) -> None:
                 say(writer.tokenizer.decode(new)[said[0] :])
 
-        options: dict[str, Any] = {"do_sample": temperature > 0}
-        if temperature > 0:
-            options["temperature"] = temperature
-        pad = self.model.generation_config.pad_token_id
-        prompt = torch.tensor([ids], device=next(self.model.parameters()).device)
-        with torch.no_grad():
-            self.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=num_tokens,
-                pad_token_id=0 if pad is None else pad,
-                streamer=Said(),
-                **options,
-            )
+        generate(self.model, ids, num_tokens=num_tokens, temperature=temperature, streamer=Said())
         return new
 
     def prompt_of(self, messages: list[dict[str, str]]) -> list[int]:
@@ -95,14 +83,9 @@ def open_writer(directory: Path, config: Any = None) -> TextWriter:
     `config`: tiers and budgets, what `infinity.offload` takes. Raises ConfigError for a directory
     that is neither, and for an adapter whose base is gone.
     """
-    base = directory
-    settings = SwapConfig.load(config)
+    base, settings = directory, SwapConfig.load(config)
     if (directory / ADAPTER_NAMES[0]).is_file():
-        try:
-            table = read_json(directory / ADAPTER_NAMES[0])
-            base = Path(str(table["base_model_name_or_path"]))
-        except (OSError, MalformedError, KeyError, TypeError) as error:
-            raise ConfigError(f"{directory / ADAPTER_NAMES[0]} cannot be used: {error}") from error
+        base = base_of(directory)
         settings = with_saved_adapter(settings, directory)
     model = from_pretrained(base, settings, is_frozen=True)
     place = tokenizer_of(directory)

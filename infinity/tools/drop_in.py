@@ -21,7 +21,6 @@ from torch import nn
 import infinity
 from infinity.config import SwapConfig
 from infinity.config.hub import download_remedy, in_hub_cache
-from infinity.config.schema import changed
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, InfinityError
 from infinity.integrations.hf import OffloadedTrainer, prepare_trainer
@@ -31,6 +30,7 @@ from infinity.tools.pretrained import (
     for_directory,
     refuse_options,
 )
+from infinity.tools.training.model import with_own_drives
 
 _log = logging.getLogger("infinity")
 
@@ -143,13 +143,7 @@ class DropIn:
             config = SwapConfig.load(self._config)
         number = len(self.offloaded)
         self.offloaded.append(str(directory))
-        if not number:
-            return config
-        drives = [
-            changed(drive, {"path": drive.path.with_name(f"{drive.path.name}-{number}")})
-            for drive in config.tiers.nvme
-        ]
-        return changed(config, {"tiers.nvme": type(config.tiers.nvme)(drives)})
+        return with_own_drives(config, str(number)) if number else config
 
 
 def _is_offloaded_around(model: nn.Module) -> bool:

@@ -237,7 +237,9 @@ def test_a_name_of_the_hub_means_the_directory_of_that_name(
 
 def test_the_command_writes_a_new_directory_only(tmp_path) -> None:
     write_quantized(tiny_causal_lm("llama"), tmp_path / "base", "bf16")
-    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    of_run = {"infinity-run.json": "{}", "summary.json": "{}", "metrics.jsonl": '{"step": 1}\n'}
+    for name, content in (of_run | {"tokenizer.json": "{}"}).items():
+        (tmp_path / "base" / name).write_text(content)
     adapt(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj"])
     arguments = ["merge", str(tmp_path / "base"), str(tmp_path / "adapter"), "-o"]
     out = tmp_path / "out"
@@ -245,5 +247,6 @@ def test_the_command_writes_a_new_directory_only(tmp_path) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["nbytes"] == sum(value.nbytes for value in weights(out).values())
     assert (out / "tokenizer.json").exists()
+    assert not of_run.keys() & {file.name for file in out.iterdir()}, "the result is of no run"
     again = CliRunner().invoke(app, [*arguments, str(out)])
     assert again.exit_code == 2 and "already exists" in again.stderr

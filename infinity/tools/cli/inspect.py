@@ -86,8 +86,10 @@ def inspect(
 
 def _checkpoints_of(directory: Path) -> Path:
     """Returns the directory of checkpoints in the output of a run; any other directory as it is."""
+    from infinity.config.paths import RUN_NAMES
+
     inner = directory / "checkpoints"
-    is_output = (directory / "infinity-run.json").is_file() and inner.is_dir()
+    is_output = (directory / RUN_NAMES[0]).is_file() and inner.is_dir()
     return inner if is_output else directory
 
 

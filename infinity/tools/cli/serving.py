@@ -82,8 +82,9 @@ def export_adapter(
     refuse_absent_adapter(adapter)
     target = out if out is not None else adapter.with_name(f"{adapter.resolve().name}-{server}")
     from infinity.tools.serving import passport
+    from infinity.tools.training.base_identity import base_of
 
-    found_base = base if base is not None else passport.base_of(adapter)
+    found_base = base if base is not None else base_of(adapter)
     refuse_no_directory(found_base)
     with progress_bar("") as update:
         said = passport.write_passport(

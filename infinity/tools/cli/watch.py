@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from infinity.tools.training.report import Line, Summary
 
-_METRICS = "metrics.jsonl"
 _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE_ROWS = 8
 _CURVE_MARGIN = 12  # Columns before the curve.
@@ -44,9 +43,10 @@ def watch(
     mounted here. On a terminal the screen follows the run until its last step or Ctrl-C; elsewhere
     it is printed once.
     """
+    from infinity.config.paths import RUN_NAMES
     from infinity.tools.training.metrics import MetricsReader
 
-    file = run / _METRICS if run.is_dir() else run
+    file = run / RUN_NAMES[2] if run.is_dir() else run
     reader = MetricsReader(file)
     try:
         reader.read()

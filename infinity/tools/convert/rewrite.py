@@ -29,6 +29,7 @@ from infinity.codecs import Encoding, TableBlocks
 from infinity.codecs.detect import DECLARING_FILES
 from infinity.codecs.part import Codec, Shape
 from infinity.codecs.tables import STATE_SUFFIX
+from infinity.config.paths import RUN_NAMES
 from infinity.errors import ConfigError, reporting
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
@@ -234,11 +235,14 @@ def _write_shard(path: Path, rows: Sequence[tuple[str, PlannedTensor]], progress
 
 def _copy_other_files(source: Path, target: Path) -> None:
     """Copies tokenizer, generation settings, code and licence: every file that has no weights and
-    declares no quantisation, which config.json does. Syncs the copies."""
+    declares no quantisation, which config.json does, but for those about the run that the source is
+    of. Syncs the copies."""
+    is_of_run = (source / RUN_NAMES[0]).is_file()
+    of_others = {*DECLARING_FILES, *(RUN_NAMES if is_of_run else ())}
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
-        is_weights |= path.name in DECLARING_FILES
-        if path.is_file() and not is_weights and not path.name.startswith("."):
+        is_left_out = is_weights or path.name in of_others or path.name.startswith(".")
+        if path.is_file() and not is_left_out:
             shutil.copyfile(path, target / path.name)
             sync_file(target / path.name)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from infinity.config import SwapConfig
 from infinity.sizes import MIB
-from infinity.tools.training.data_files import collect_files, is_records, read_rows
+from infinity.tools.training.data_files import collect_files, is_records, read_rows, texts_in
 from infinity.tools.training.images import has_images, learned_images, open_processor
 from infinity.tools.training.records import kind_of_columns, load_records, needed_columns
 from infinity.tools.training.tokenizers import Tokenizer
@@ -66,7 +66,7 @@ def _read(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
     for record in chain([first], records):
         if has_images(record):
             return _with_images(file, tokenizer, length)
-        texts = list(_strings([value for key, value in record.items() if key in learned]))
+        texts = list(texts_in([value for key, value in record.items() if key in learned]))
         turns = record.get("messages", record.get("conversations"))
         messages = len(turns) if isinstance(turns, list) else 2
         lengths.append(sum(len(tokenizer.encode(text)) for text in texts) + marks * messages)
@@ -113,17 +113,6 @@ def _count(file: Path, num_sampled: int, sampled_nbytes: int) -> int:
     with file.open("rb") as stream:
         chunks = iter(lambda: stream.read(_CHUNK_NBYTES), b"")
         return max(num_sampled, sum(chunk.count(b"\n") for chunk in chunks))
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner)
 
 
 def _text(file: Path, tokenizer: Tokenizer) -> DataFacts:

@@ -9,12 +9,10 @@ from typing import Any
 
 from infinity.config import DataSource
 from infinity.errors import ConfigError
-from infinity.tools.training.chat import CHATML, encode_chats
+from infinity.tools.training.chat import CHATML, encode_chats, num_shared
 from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
 from infinity.tools.training.records import kind_of_columns, load_records
 from infinity.tools.training.tokenizers import Tokenizer
-
-_NUM_READ = 256  # Records at a time.
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ def _of_records(
     if "input_ids" not in dataset.column_names and _has_messages(dataset):
         fast.chat_template = fast.chat_template or CHATML
         dataset = encode_chats(dataset, kind, fast, place, assistant_only=False)
-    for number, row in enumerate(_rows(dataset)):
+    for number, row in enumerate(dataset):
         record = row.get("record", number)
         name = names[record] if names else None
         if "input_ids" in row:
@@ -92,26 +90,14 @@ def _of_records(
         else:
             prompt = list(fast(row["prompt"])["input_ids"])
             ids = list(fast(row["prompt"] + row["completion"])["input_ids"])
-            shared = _num_shared(prompt, ids)
+            shared = num_shared(prompt, ids)
             yield ScoredSequence(record, name, ids, [0] * shared + [1] * (len(ids) - shared))
-
-
-def _num_shared(prompt: list[int], ids: list[int]) -> int:
-    """Returns the tokens that prompt and text begin with: a token may join the two."""
-    pairs = enumerate(zip(prompt, ids, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
 
 
 def _has_messages(dataset: Any) -> bool:
     from datasets import Json
 
     return any(isinstance(feature, Json) for feature in dataset.features.values())
-
-
-def _rows(dataset: Any) -> Iterator[dict[str, Any]]:
-    for batch in dataset.iter(_NUM_READ):
-        for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, values, strict=True))
 
 
 def _names(paths: Sequence[Path]) -> Iterator[Any]:

@@ -10,7 +10,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from infinity.bounded import read_json, table_of
 from infinity.checkpoint.durable import new_directory, sync_file
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, reporting
@@ -23,9 +22,9 @@ from infinity.tools.serving.sheet import (
     Locate,
     make_sheet,
 )
-from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
-from infinity.tools.training.base_identity import IDENTITY_NAME, read_identity
-from infinity.tools.training.data_files import read_utf8
+from infinity.tools.training.adapter import WEIGHTS_NAME
+from infinity.tools.training.base_identity import IDENTITY_NAME
+from infinity.tools.training.data_files import read_utf8, texts_in
 from infinity.tools.training.job_data import open_data, refuse_stranger
 from infinity.tools.training.merge import read_changes
 from infinity.tools.training.output import config_of_run
@@ -33,17 +32,6 @@ from infinity.tools.training.settle import settle, tokenizer_of
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 
 _SHIPPED = "prompts.txt"
-
-
-def base_of(adapter: Path) -> Path:
-    """Returns the base that a saved adapter names: where it lay when the adapter was saved."""
-    identity = read_identity(adapter)
-    if identity is not None:
-        return Path(identity.path)
-    named = table_of(read_json(adapter / CONFIG_NAME), CONFIG_NAME).get("base_model_name_or_path")
-    if not isinstance(named, str) or not Path(named).is_dir():
-        raise ConfigError(f"{adapter} names no directory of a base ({named!r}); give --base DIR")
-    return Path(named)
 
 
 def write_passport(
@@ -136,15 +124,6 @@ def _rows_of(run: SwapConfig, tokenizer: Tokenizer, vocab_size: int) -> list[lis
         rows = [data.train[index] for index in range(min(NUM_PROMPTS, len(data.train)))]
     return [
         list(map(int, row["input_ids"])) if "input_ids" in row
-        else tokenizer.encode("\n".join(_texts(row)))
+        else tokenizer.encode("\n".join(texts_in(row, but="role")))
         for row in rows
     ]  # fmt: skip
-
-
-def _texts(value: Any) -> list[str]:
-    """Returns the texts of a record: its columns, and the contents of messages."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [text for key, part in value.items() if key != "role" for text in _texts(part)]
-    return [text for part in value for text in _texts(part)] if isinstance(value, list) else []

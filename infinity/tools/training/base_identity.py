@@ -20,6 +20,8 @@ from pathlib import Path
 
 from infinity.bounded import MalformedError, field, integer, read_json, table_of, text_of
 from infinity.checkpoint.huggingface.import_weights import WeightSource
+from infinity.config.hub import download_remedy, in_hub_cache
+from infinity.config.paths import ADAPTER_NAMES
 from infinity.errors import ConfigError
 from infinity.sizes import PAGE_NBYTES
 
@@ -91,6 +93,24 @@ def read_identity(directory: Path) -> BaseIdentity | None:
             f"{file} is no identity of a base: {error}. Remove the file if you know that the "
             "adapter is of this base"
         ) from error
+
+
+def base_of(adapter: Path) -> Path:
+    """Returns the directory of a saved adapter's base: where it lay when the adapter was saved, or
+    what adapter_config.json names, a model in the hub's cache included. Raises ConfigError."""
+    identity, config = read_identity(adapter), adapter / ADAPTER_NAMES[0]
+    try:
+        named = table_of(read_json(config), "it").get("base_model_name_or_path")
+    except (MalformedError, OSError) as error:
+        raise ConfigError(f"{config} cannot be used: {error}") from error
+    for name in ([] if identity is None else [identity.path]) + [named]:
+        if isinstance(name, str) and (found := in_hub_cache(Path(name))).is_dir():
+            return found
+    remedy = download_remedy(named) if isinstance(named, str) else ""
+    raise ConfigError(
+        f"{adapter} names no directory of a base that is there ({named!r}); name one (infinity "
+        f"export-adapter: --base DIR), or put it there{remedy}"
+    )
 
 
 def check_base(adapter: Path, base: BaseIdentity, named: str | None) -> None:

@@ -145,7 +145,7 @@ class Writer:
         talk = self.checked(prompt + answer, own, at)
         begin = self._apply(talk[: len(prompt)], own, at, add_generation_prompt=True)[0]
         tokens = self._apply(talk, own, at)[0]
-        count = _common(begin, tokens)
+        count = num_shared(begin, tokens)
         mask = [0] * count + [1] * (len(tokens) - count)
         return {"input_ids": tokens, "completion_mask": mask, _CUT: begin[count:]}
 
@@ -157,7 +157,7 @@ class Writer:
         talks = [self.checked(prompt + answer, own, at) for answer in (chosen, rejected)]
         begin = self._apply(talks[0][: len(prompt)], own, at, add_generation_prompt=True)[0]
         both = [self._apply(talk, own, at)[0] for talk in talks]
-        count = min(_common(begin, tokens) for tokens in both)
+        count = min(num_shared(begin, tokens) for tokens in both)
         return {
             "prompt_ids": begin[:count],
             "chosen_ids": both[0][count:],
@@ -297,8 +297,9 @@ _UNWRITTEN = (
 )
 
 
-def _common(ids: Ids, others: Ids) -> int:
-    """Returns the number of leading tokens that both have."""
+def num_shared(ids: Ids, others: Ids) -> int:
+    """Returns the number of leading tokens that both have: a token may join a prompt and its
+    answer."""
     pairs = zip(ids, others, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(others)))
 

@@ -223,6 +223,17 @@ def _matching(location: Path, pattern: str) -> list[Path]:
         raise ConfigError(f"data.paths: pattern {pattern[:80]!r}: {error}") from None
 
 
+def texts_in(value: Any, *, but: str = "") -> Iterator[str]:
+    """Yields the texts of a record, but for those under the key `but`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in pairs:
+            if key != but:
+                yield from texts_in(inner, but=but)
+
+
 # -- Rows of records ------------------------------------------------------------------------------
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from infinity.checkpoint import WeightSource, weight_source
-from infinity.config import Model, Sample, SwapConfig
+from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
+from infinity.config.schema import changed
 from infinity.config.values import Capacity
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import (
@@ -152,32 +153,36 @@ def checkpoint_activations(model: Any) -> None:
 def generate(
     model: Any,
     prompt_ids: list[int],
-    sample: Sample,
     *,
-    seed: int,
+    num_tokens: int,
+    temperature: float,
     should_stop: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> list[int]:
-    """Returns the prompt and its continuation by transformers' own `generate`, in eval mode."""
+    """Returns the prompt and its continuation by transformers' own `generate`, in eval mode.
+
+    options: further ones of `generate`; those of sampling count with a `temperature` above 0
+    """
     from transformers import StoppingCriteriaList
 
     def stop(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), should_stop(), device=input_ids.device)
 
-    device = next(model.parameters()).device
-    input_ids = torch.tensor([prompt_ids], device=device)
-    options: dict[str, Any] = {"do_sample": sample.temperature > 0}
-    if options["do_sample"]:
-        options |= {"temperature": sample.temperature, "top_k": sample.top_k or 0}
+    input_ids = torch.tensor([prompt_ids], device=next(model.parameters()).device)
+    if temperature > 0:
+        options["temperature"] = temperature
+    else:
+        options.pop("top_k", None)
     pad_id = model.generation_config.pad_token_id
     was_training = model.training
     model.eval()
-    torch.manual_seed(seed)
     try:
         with torch.no_grad():
             output = model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=sample.new_tokens,
+                max_new_tokens=num_tokens,
+                do_sample=temperature > 0,
                 use_cache=True,
                 pad_token_id=0 if pad_id is None else pad_id,
                 stopping_criteria=StoppingCriteriaList([stop]),
@@ -218,17 +223,20 @@ def build_reference(plan: ModelPlan, config: SwapConfig) -> Any:
 
 def share_budgets(config: SwapConfig) -> tuple[SwapConfig, SwapConfig]:
     """Returns the configurations of policy and reference."""
-    tiers = config.tiers
-    host = tiers.host.model_copy(update={"capacity": _half(tiers.host.capacity)})
-    device = tiers.device.model_copy(update={"capacity": _half(tiers.device.capacity)})
-    halved = tiers.model_copy(update={"host": host, "device": device})
+    host, device = config.tiers.host.capacity, config.tiers.device.capacity
+    halved = {"tiers.host.capacity": _half(host), "tiers.device.capacity": _half(device)}
+    policy = changed(config, halved)
+    return policy, with_own_drives(policy, "reference")
+
+
+def with_own_drives(config: SwapConfig, name: str) -> SwapConfig:
+    """Returns the configuration of a further model of a program: its swap directories lie beside
+    those of the first, with the name behind theirs."""
     drives = [
-        drive.model_copy(update={"path": drive.path.with_name(f"{drive.path.name}-reference")})
-        for drive in tiers.nvme
+        changed(drive, {"path": drive.path.with_name(f"{drive.path.name}-{name}")})
+        for drive in config.tiers.nvme
     ]
-    apart = halved.model_copy(update={"nvme": type(tiers.nvme)(drives)})
-    policy = config.model_copy(update={"tiers": halved})
-    return policy, config.model_copy(update={"tiers": apart})
+    return changed(config, {"tiers.nvme": type(config.tiers.nvme)(drives)})
 
 
 def _half(capacity: Capacity) -> Capacity:

@@ -16,15 +16,15 @@ from pathlib import Path
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.checkpoint.durable import make_directory, replace_file
 from infinity.config import ConfigSource, SwapConfig
+from infinity.config.paths import RUN_NAMES
 from infinity.errors import ConfigError, StorageError, reporting
 from infinity.storage.lock_file import is_same_file, try_lock
 from infinity.tools.training.metrics import is_metrics
 
 _log = logging.getLogger(__name__)
 
-MARKER_NAME = "infinity-run.json"
+MARKER_NAME, SUMMARY_NAME, _ = RUN_NAMES
 BEST_NAME = "best"  # The directory of the lowest held-out loss.
-SUMMARY_NAME = "summary.json"
 LOCK_NAME = ".infinity-run.lock"
 # The error numbers of file systems without locks, such as some network mounts.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

@@ -123,11 +123,13 @@ class Products:
         if sample is None or interrupt.received is not None:
             return
         with self._summary.phase("sample_s"):
+            torch.manual_seed(self._config.train.seed)
             ids = generate(
                 self._job.model,
                 self._job.prompt_ids,
-                sample,
-                seed=self._config.train.seed,
+                num_tokens=sample.new_tokens,
+                temperature=sample.temperature,
+                top_k=sample.top_k or 0,
                 should_stop=lambda: interrupt.received is not None,
             )
         self._summary.sample = self._job.tokenizer.decode(ids)
