@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from infinity.errors import InfinityError, storage_error
-from infinity.tools.cli.options import with_output
+from infinity.tools.cli.options import flag, with_output
 
 # name -> (module of this package, attribute, one line of help). A Typer is a group, a function one
 # command.
@@ -144,17 +144,14 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        bool, flag("--version", "Print the version.", callback=_print_version, is_eager=True)
     ] = False,
     traceback: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--traceback",
+            "Show where an error was raised, not just its message.",
             envvar="INFINITY_TRACEBACK",
-            help="Show where an error was raised, not just its message.",
         ),
     ] = False,
 ) -> None:

@@ -18,7 +18,7 @@ import typer
 
 from infinity.errors import ConfigError
 from infinity.sizes import MIB, align_down, format_nbytes, parse_nbytes
-from infinity.tools.cli.options import Paths, is_silent, note, reply, wants_json
+from infinity.tools.cli.options import Paths, arg, flag, is_silent, note, opt, reply, wants_json
 
 if TYPE_CHECKING:
     from infinity.tools.bench.measure import Comparison, Effort, Lab
@@ -27,46 +27,34 @@ if TYPE_CHECKING:
 _MINIMUM_NBYTES = 64 * MIB
 _PIPE_WIDTH = 100
 
-_Config = Annotated[
-    Path | None,
-    typer.Argument(metavar="CONFIG", help="A configuration file: its paths and [io]."),
-]
+_Config = Annotated[Path | None, arg("CONFIG", "A configuration file: its paths and [io].")]
 _Size = Annotated[
     str | None,
-    typer.Option(
-        "--size",
-        metavar="SIZE",
-        help="Bytes of one timed transfer, 1GiB by default. Twice that is written to each drive, "
+    opt(
+        "SIZE",
+        "Bytes of one timed transfer, 1GiB by default. Twice that is written to each drive, "
         "and that much memory is taken.",
     ),
 ]
-_NoFio = Annotated[bool, typer.Option("--no-fio", help="Skip fio, even if it is installed.")]
+_NoFio = Annotated[bool, flag("--no-fio", "Skip fio, even if it is installed.")]
 
 
 def bench(
     config: _Config = None,
     paths: Paths = None,
-    quick: Annotated[bool, typer.Option("--quick", help="About 20 seconds.")] = False,
+    quick: Annotated[bool, flag("--quick", "About 20 seconds.")] = False,
     only: Annotated[
         str | None,
-        typer.Option(
-            "--only",
-            metavar="A,B",
-            help="Some of: read, write, mixed, sweep, latency, stripes, host, optimizer, device, "
+        opt(
+            "A,B",
+            "Some of: read, write, mixed, sweep, latency, stripes, host, optimizer, device, "
             "pipeline.",
         ),
     ] = None,
     size: _Size = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option("--rounds", metavar="N", min=1, help="Interleaved rounds; 7 by default."),
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the same JSON to a file.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="DIR", help="Write plots as PNG files.")
-    ] = None,
+    rounds: Annotated[int | None, opt("N", "Interleaved rounds; 7 by default.", min=1)] = None,
+    save: Annotated[Path | None, opt("FILE", "Write the same JSON to a file.")] = None,
+    plot: Annotated[Path | None, opt("DIR", "Write plots as PNG files.")] = None,
     no_fio: _NoFio = False,
 ) -> None:
     """Measure drives, host memory and device, each with a ceiling measured in the same run.
@@ -240,18 +228,9 @@ def _made(directories: Sequence[Path]) -> Iterator[None]:
 def tune(
     config: _Config = None,
     paths: Paths = None,
-    limit_s: Annotated[
-        float,
-        typer.Option("--time", metavar="SECONDS", min=1, help="Limit of the search."),
-    ] = 60.0,
-    size: Annotated[
-        str | None,
-        typer.Option("--size", metavar="SIZE", help="Bytes of one timed transfer, 128MiB."),
-    ] = None,
-    write: Annotated[
-        Path | None,
-        typer.Option("--write", metavar="FILE", help="Also write the fragment to a file."),
-    ] = None,
+    limit_s: Annotated[float, opt("SECONDS", "Limit of the search.", "--time", min=1)] = 60.0,
+    size: Annotated[str | None, opt("SIZE", "Bytes of one timed transfer, 128MiB.")] = None,
+    write: Annotated[Path | None, opt("FILE", "Also write the fragment to a file.")] = None,
 ) -> None:
     """Find the io settings that suit these drives, and print them as a fragment of TOML.
 

@@ -10,30 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.tools.cli.options import is_silent, reply, wants_json
+from infinity.tools.cli.options import arg, is_silent, opt, reply, wants_json
 
 if TYPE_CHECKING:
     from infinity.tools.chat import TextWriter
 
-_Model = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DIR", help="The output of a run, an adapter, or a directory of weights."
-    ),
-]
-_Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="Tiers and budgets. Default: half the memory."),
-]
-_Tokens = Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="At most so many.")]
-_Temperature = Annotated[
-    float, typer.Option("--temperature", metavar="T", min=0.0, help="0 takes the likeliest token.")
-]
+_Model = Annotated[Path, arg("DIR", "The output of a run, an adapter, or a directory of weights.")]
+_Config = Annotated[Path | None, opt("FILE", "Tiers and budgets. Default: half the memory.")]
+_Tokens = Annotated[int, opt("N", "At most so many.", min=1)]
+_Temperature = Annotated[float, opt("T", "0 takes the likeliest token.", min=0.0)]
 
 
 def generate(
     directory: _Model,
-    prompt: Annotated[str, typer.Argument(metavar="TEXT", help="The beginning of the text.")],
+    prompt: Annotated[str, arg("TEXT", "The beginning of the text.")],
     tokens: _Tokens = 100,
     temperature: _Temperature = 0.0,
     config: _Config = None,
@@ -61,9 +51,7 @@ def generate(
 
 def chat(
     directory: _Model,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="Said to the model first.")
-    ] = None,
+    system: Annotated[str | None, opt("TEXT", "Said to the model first.")] = None,
     tokens: _Tokens = 400,
     temperature: _Temperature = 0.7,
     config: _Config = None,

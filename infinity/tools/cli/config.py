@@ -14,7 +14,7 @@ import typer
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.tools.cli import print_error
-from infinity.tools.cli.options import note, reply, wants_json
+from infinity.tools.cli.options import arg, flag, note, opt, reply, wants_json
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -27,7 +27,7 @@ app = typer.Typer(
     help="Check, show and describe configuration files; translate those of DeepSpeed.",
 )
 
-_File = Annotated[str, typer.Argument(metavar="FILE", help="A .toml, .yaml, .yml or .json file.")]
+_File = Annotated[str, arg("FILE", "A .toml, .yaml, .yml or .json file.")]
 
 
 @app.command()
@@ -68,11 +68,10 @@ def show(file: _File) -> None:
 @app.command()
 def schema(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="The reference as Markdown: docs/CONFIG.md.")
+        bool, flag("--markdown", "The reference as Markdown: docs/CONFIG.md.")
     ] = False,
     deepspeed: Annotated[
-        bool,
-        typer.Option("--deepspeed", help="What `config import` does with each key: Markdown."),
+        bool, flag("--deepspeed", "What `config import` does with each key: Markdown.")
     ] = False,
 ) -> None:
     """Print the JSON Schema of a configuration file."""
@@ -92,16 +91,11 @@ def schema(
 
 @app.command("import")
 def import_(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A DeepSpeed configuration, .json.")],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Write to this file."),
-    ] = None,
-    report: Annotated[
-        Literal["text", "json"], typer.Option("--report", help="Format of the report on keys.")
-    ] = "text",
+    file: Annotated[str, arg("FILE", "A DeepSpeed configuration, .json.")],
+    out: Annotated[Path | None, opt("FILE", "Write to this file.")] = None,
+    report: Annotated[Literal["text", "json"], opt(None, "Format of the report on keys.")] = "text",
     skip_refused: Annotated[
-        bool, typer.Option("--skip-refused", help="Leave out keys that cannot be translated.")
+        bool, flag("--skip-refused", "Leave out keys that cannot be translated.")
     ] = False,
 ) -> None:
     """Translate a DeepSpeed configuration and report on every key.

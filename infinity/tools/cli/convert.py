@@ -9,39 +9,30 @@ import typer
 
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
-from infinity.tools.cli.options import bytes_bar, is_silent, reply
+from infinity.tools.cli.options import arg, bytes_bar, flag, is_silent, opt, reply
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
     from infinity.tools.convert.rewrite import DirectoryPlan
     from infinity.tools.convert.spread import SpreadPlan
 
-_Out = Annotated[
-    Path, typer.Option("--output", "-o", metavar="OUT", help="The directory to write; a new one.")
-]
+_Out = Annotated[Path, opt("OUT", "The directory to write; a new one.", "--output", "-o")]
 
 
 def merge(
-    base: Annotated[
-        Path, typer.Argument(metavar="BASE", help="The directory of the base's weights.")
-    ],
-    adapter: Annotated[
-        Path, typer.Argument(metavar="ADAPTER", help="The directory of an adapter, as PEFT saves.")
-    ],
+    base: Annotated[Path, arg("BASE", "The directory of the base's weights.")],
+    adapter: Annotated[Path, arg("ADAPTER", "The directory of an adapter, as PEFT saves.")],
     out: _Out,
     to: Annotated[
         Literal["bf16", "keep"],
-        typer.Option(
-            "--to",
-            help="bf16: quantised weights become numbers. keep: changed ones are quantised again, "
+        opt(
+            None,
+            "bf16: quantised weights become numbers. keep: changed ones are quantised again, "
             "in the format that they have; the others are copied.",
         ),
     ] = "bf16",
     any_base: Annotated[
-        bool,
-        typer.Option(
-            "--any-base", help="Merge into another base than the adapter was trained over, too."
-        ),
+        bool, flag("--any-base", "Merge into another base than the adapter was trained over, too.")
     ] = False,
 ) -> None:
     """Merge a LoRA or DoRA adapter into its base, as a checkpoint.
@@ -60,15 +51,13 @@ def merge(
 
 
 def quantize(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A directory of bf16, fp16 or fp32 weights.")
-    ],
+    directory: Annotated[Path, arg("DIR", "A directory of bf16, fp16 or fp32 weights.")],
     out: _Out,
     to: Annotated[
         Literal["nf4", "int4", "fp8"],
-        typer.Option(
-            "--to",
-            help="nf4: as bitsandbytes stores it. int4: groups of 32, as compressed-tensors. fp8: "
+        opt(
+            None,
+            "nf4: as bitsandbytes stores it. int4: groups of 32, as compressed-tensors. fp8: "
             "E4M3 in blocks of 128x128, as DeepSeek-V3.",
         ),
     ],
@@ -88,9 +77,9 @@ def quantize(
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A .gguf file (of a split the first one), or a directory with pytorch_model.bin.",
+        arg(
+            "SOURCE",
+            "A .gguf file (of a split the first one), or a directory with pytorch_model.bin.",
         ),
     ],
     out: _Out,
@@ -138,30 +127,28 @@ def _write(plan: DirectoryPlan, out: Path) -> None:
 
 def export(
     checkpoint: Annotated[
-        Path,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint of a run, or a directory of them."),
+        Path, arg("CHECKPOINT", "A checkpoint of a run, or a directory of them.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    out: Annotated[Path, arg("OUT", "The directory to write.")],
     to: Annotated[
         Literal["hf", "fp32", "dcp"],
-        typer.Option(
-            "--to",
-            help="hf: safetensors in the compute dtype, as from_pretrained loads them. fp32: the "
+        opt(
+            None,
+            "hf: safetensors in the compute dtype, as from_pretrained loads them. fp32: the "
             "same in float32, as the optimizer keeps it. dcp: weights, masters and the optimizer's "
             "state for torch.distributed.checkpoint.",
         ),
     ] = "hf",
     config: Annotated[
         Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="The configuration file of the run, for its [model]. Default: the copy in the "
+        opt(
+            "FILE",
+            "The configuration file of the run, for its [model]. Default: the copy in the "
             "output directory of the run, if the checkpoint is below it.",
         ),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard", metavar="SIZE", help="Largest safetensors file.")
+        str, opt("SIZE", "Largest safetensors file.", "--max-shard")
     ] = "2GiB",
 ) -> None:
     """Convert a checkpoint of a run to a format of other programs.
@@ -243,29 +230,17 @@ def _tokenizer(config: SwapConfig) -> Any:
 
 
 def spread(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A directory with *.safetensors.")
-    ],
-    folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="MORE", help="Further directories of --over.")
-    ] = None,
-    over: Annotated[
-        list[Path] | None,
-        typer.Option("--over", metavar="A B C", help="One directory on each drive."),
-    ] = None,
+    directory: Annotated[Path, arg("DIR", "A directory with *.safetensors.")],
+    folders: Annotated[list[Path] | None, arg("MORE", "Further directories of --over.")] = None,
+    over: Annotated[list[Path] | None, opt("A B C", "One directory on each drive.")] = None,
     copy: Annotated[
         bool,
-        typer.Option(
-            "--copy/--move",
-            help="Keep the shards, in DIR/.infinity-originals, or move them (default).",
+        flag(
+            "--copy/--move", "Keep the shards, in DIR/.infinity-originals, or move them (default)."
         ),
     ] = False,
-    gather: Annotated[
-        bool, typer.Option("--gather", help="Undo: make the shards files of DIR again.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Tell what would be done, and do nothing.")
-    ] = False,
+    gather: Annotated[bool, flag("--gather", "Undo: make the shards files of DIR again.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Tell what would be done, and do nothing.")] = False,
 ) -> None:
     """Lay the shards of a checkpoint over several drives, so that all of them are read at once.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.tools.cli.options import is_silent, reply
+from infinity.tools.cli.options import arg, is_silent, opt, reply
 
 if TYPE_CHECKING:
     from infinity.tools.doctor import Finding
@@ -20,16 +20,15 @@ _PIPE_WIDTH = 1000
 
 def doctor(
     config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG", help="A configuration file; its needs are checked."),
+        Path | None, arg("CONFIG", "A configuration file; its needs are checked.")
     ] = None,
     paths: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--path",
-            metavar="DIR",
-            help="A directory for swap files, instead of CONFIG; may be repeated. "
+        opt(
+            "DIR",
+            "A directory for swap files, instead of CONFIG; may be repeated. "
             "Default: the current directory.",
+            "--path",
         ),
     ] = None,
 ) -> None:

@@ -12,7 +12,7 @@ import typer
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.tools.cli import print_error
-from infinity.tools.cli.options import reply, wants_json
+from infinity.tools.cli.options import arg, flag, reply, wants_json
 
 if TYPE_CHECKING:
     from infinity.checkpoint.run.inspection import Inspection
@@ -21,20 +21,14 @@ if TYPE_CHECKING:
 
 def inspect(
     directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="A checkpoint, a directory of them, a run's output, or a swap directory.",
-        ),
+        Path, arg("DIR", "A checkpoint, a directory of them, a run's output, or a swap directory.")
     ],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read every byte and check its digest.")
-    ] = False,
+    verify: Annotated[bool, flag("--verify", "Read every byte and check its digest.")] = False,
     remove: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--remove-stale",
-            help="Remove what an ended job left in a swap directory, its committed step included.",
+            "Remove what an ended job left in a swap directory, its committed step included.",
         ),
     ] = False,
 ) -> None:
@@ -217,19 +211,13 @@ class Left:
 
 def clean(
     places: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="PLACE", help="Swap directories, or configuration files that name them."
-        ),
+        list[Path], arg("PLACE", "Swap directories, or configuration files that name them.")
     ],
     commits: Annotated[
-        bool,
-        typer.Option(
-            "--commits", help="Remove committed steps, too: the run cannot be resumed from them."
-        ),
+        bool, flag("--commits", "Remove committed steps, too: the run cannot be resumed from them.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Tell what would be removed, and remove nothing.")
+        bool, flag("--dry-run", "Tell what would be removed, and remove nothing.")
     ] = False,
 ) -> None:
     """Remove the swap files and locks of jobs that are gone.

@@ -13,8 +13,11 @@ import typer
 from infinity.errors import ConfigError
 from infinity.tools.cli.options import (
     HardwareName,
+    arg,
+    flag,
     is_silent,
     note,
+    opt,
     reply,
     wants_json,
     with_options,
@@ -31,48 +34,52 @@ _RANK = 16
 _WIDTH = 97
 
 
-# fmt: off
 @dataclass(frozen=True, slots=True)
 class NewOptions:
     """What the command line says."""
 
-    directory: Annotated[Path, typer.Argument(
-        metavar="MODEL_DIR",
-        help="The directory of a downloaded model; config.json alone is enough.",
-    )]
-    data: Annotated[list[Path] | None, typer.Option(
-        metavar="FILE", help="Conversations (.jsonl) or text; may be repeated."
-    )] = None
-    rank: Annotated[int | None, typer.Option(
-        "--lora", metavar="RANK", min=1, help="Rank of the adapter; 16 by default."
-    )] = None
-    full: Annotated[bool, typer.Option(
-        "--full", help="Train all weights, without an adapter."
-    )] = False
-    experts: Annotated[bool, typer.Option(
-        "--experts", help="Adapt the routed experts, too."
-    )] = False
-    swap: Annotated[list[Path] | None, typer.Option(
-        metavar="DIR", help="A directory on a drive for state that memory has no space for; one "
-        "per drive. Default: next to the file.",
-    )] = None
-    sequence: Annotated[int | None, typer.Option(
-        metavar="N", min=2, help="Tokens of a sequence; by default as many as the data need."
-    )] = None
-    batch: Annotated[int | None, typer.Option(
-        metavar="N", min=1, help="Sequences of a step; up to 16 by default."
-    )] = None
-    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Passes over the data.")] = 1
-    ranks: Annotated[int, typer.Option(
-        metavar="N", min=1,
-        help="Ranks of one node, each with a device; several GPUs need --hardware, too.",
-    )] = 1
+    directory: Annotated[
+        Path, arg("MODEL_DIR", "The directory of a downloaded model; config.json alone is enough.")
+    ]
+    data: Annotated[
+        list[Path] | None, opt("FILE", "Conversations (.jsonl) or text; may be repeated.")
+    ] = None
+    rank: Annotated[
+        int | None, opt("RANK", "Rank of the adapter; 16 by default.", "--lora", min=1)
+    ] = None
+    full: Annotated[bool, flag("--full", "Train all weights, without an adapter.")] = False
+    experts: Annotated[bool, flag("--experts", "Adapt the routed experts, too.")] = False
+    swap: Annotated[
+        list[Path] | None,
+        opt(
+            "DIR",
+            "A directory on a drive for state that memory has no space for; one "
+            "per drive. Default: next to the file.",
+        ),
+    ] = None
+    sequence: Annotated[
+        int | None, opt("N", "Tokens of a sequence; by default as many as the data need.", min=2)
+    ] = None
+    batch: Annotated[int | None, opt("N", "Sequences of a step; up to 16 by default.", min=1)] = (
+        None
+    )
+    epochs: Annotated[int, opt("N", "Passes over the data.", min=1)] = 1
+    ranks: Annotated[
+        int,
+        opt(
+            "N", "Ranks of one node, each with a device; several GPUs need --hardware, too.", min=1
+        ),
+    ] = 1
     hardware: HardwareName = None
-    out: Annotated[Path | None, typer.Option(
-        "--write", "-o", metavar="FILE", help="The file to write, .toml; - prints it. Default: the "
-        "model's name, in this directory.",
-    )] = None
-# fmt: on
+    out: Annotated[
+        Path | None,
+        opt(
+            "FILE",
+            "The file to write, .toml; - prints it. Default: the model's name, in this directory.",
+            "--write",
+            "-o",
+        ),
+    ] = None
 
     @property
     def file(self) -> Path | None:

@@ -15,17 +15,29 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+def arg(metavar: str, text: str, **more: Any) -> Any:
+    """Returns `typer.Argument` of a parameter."""
+    return typer.Argument(metavar=metavar, help=text, **more)
+
+
+def opt(metavar: str | None, text: str, *names: str, **more: Any) -> Any:
+    """Returns `typer.Option` of a parameter with a value; named as the parameter, or by `names`."""
+    return typer.Option(*names, metavar=metavar, help=text, **more)
+
+
+def flag(name: str, text: str, *names: str, **more: Any) -> Any:
+    """Returns `typer.Option` of a parameter that is true or false."""
+    return typer.Option(name, *names, help=text, **more)
+
+
+Quiet = Annotated[bool, flag("--quiet", "Print nothing but errors.", "-q")]
 Paths = Annotated[
-    list[Path] | None,
-    typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
+    list[Path] | None, opt("DIR", "A directory on a drive; may be repeated.", "--path")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+Json = Annotated[bool, flag("--json", "Print JSON, and nothing else.")]
 HardwareName = Annotated[
-    str | None,
-    typer.Option(
-        "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
-    ),
+    str | None, opt("NAME", "A shipped machine, or a .toml. Default: this one.")
 ]
 _T = TypeVar("_T")
 

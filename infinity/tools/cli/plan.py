@@ -19,8 +19,11 @@ from infinity.plan.files import (
 )
 from infinity.tools.cli.options import (
     HardwareName,
+    arg,
+    flag,
     is_silent,
     note,
+    opt,
     reply,
     wants_json,
     with_options,
@@ -40,79 +43,81 @@ _ADAPTER_MICRO_BATCH = 8  # Sequences; of 2,048 tokens, enough for each of some 
 _KINDS = ("parameters", "master", "moments", "gradients")
 
 
-# fmt: off
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """What the command line says."""
 
     config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG", help="A configuration file; optional with --model."),
+        Path | None, arg("CONFIG", "A configuration file; optional with --model.")
     ] = None
-    model: Annotated[str | None, typer.Option(
-        metavar="NAME", help="A shipped model, a .toml of shapes, or a model directory."
-    )] = None
-    params: Annotated[str | None, typer.Option(
-        metavar="N", help="A GPT-like model of this size, such as 1T."
-    )] = None
+    model: Annotated[
+        str | None, opt("NAME", "A shipped model, a .toml of shapes, or a model directory.")
+    ] = None
+    params: Annotated[str | None, opt("N", "A GPT-like model of this size, such as 1T.")] = None
     hardware: HardwareName = None
-    lora: Annotated[int | None, typer.Option(
-        metavar="RANK", min=1,
-        help="Freeze the model; train a LoRA adapter of this rank. Default: all weights.",
-    )] = None
-    experts: Annotated[bool, typer.Option(
-        "--experts", help="With an adapter: adapt the routed experts, too."
-    )] = False
-    drives: Annotated[int | None, typer.Option(
-        metavar="N", min=1,
-        help="Drives of the frozen checkpoint. Default: those of its files, or all.",
-    )] = None
-    tokens: Annotated[int | None, typer.Option(
-        metavar="N", min=1, help="Tokens of a micro-batch (of a rank); with an adapter, of a step. "
-        "Default: as the file, or 16 sequences."
-    )] = None
-    sequence: Annotated[int | None, typer.Option(
-        metavar="N", min=1, help="Tokens of a sequence. Default: as the file, or 2,048."
-    )] = None
-    accumulation: Annotated[int | None, typer.Option(
-        metavar="N", min=1, help="Micro-batches a step. Default: the file's, or 1."
-    )] = None
-    data_tokens: Annotated[str | None, typer.Option(
-        metavar="N", help="Tokens of all data, such as 10M: how long?"
-    )] = None
-    examples: Annotated[str | None, typer.Option(
-        metavar="N", help="Sequences of all data, such as 50k: how long?"
-    )] = None
-    ranks: Annotated[int, typer.Option(
-        metavar="N", min=1, help="Ranks on the node that state is divided over."
-    )] = 1
-    nodes: Annotated[int, typer.Option(
-        metavar="N", min=1, help="Such machines, each with --ranks."
-    )] = 1
-    overrides: Annotated[list[str] | None, typer.Option(
-        "--set", metavar="KEY=VALUE", help="Replace one value of the file."
-    )] = None
-    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw the simulated step.")] = (
+    lora: Annotated[
+        int | None,
+        opt(
+            "RANK",
+            "Freeze the model; train a LoRA adapter of this rank. Default: all weights.",
+            min=1,
+        ),
+    ] = None
+    experts: Annotated[
+        bool, flag("--experts", "With an adapter: adapt the routed experts, too.")
+    ] = False
+    drives: Annotated[
+        int | None,
+        opt("N", "Drives of the frozen checkpoint. Default: those of its files, or all.", min=1),
+    ] = None
+    tokens: Annotated[
+        int | None,
+        opt(
+            "N",
+            "Tokens of a micro-batch (of a rank); with an adapter, of a step. "
+            "Default: as the file, or 16 sequences.",
+            min=1,
+        ),
+    ] = None
+    sequence: Annotated[
+        int | None, opt("N", "Tokens of a sequence. Default: as the file, or 2,048.", min=1)
+    ] = None
+    accumulation: Annotated[
+        int | None, opt("N", "Micro-batches a step. Default: the file's, or 1.", min=1)
+    ] = None
+    data_tokens: Annotated[str | None, opt("N", "Tokens of all data, such as 10M: how long?")] = (
         None
     )
-    html: Annotated[Path | None, typer.Option(
-        metavar="FILE", help="Write a page for the browser: the simulated step, idle time by "
-        "cause, bytes by link.",
-    )] = None
-    show: Annotated[bool, typer.Option(
-        "--list", help="List the machines and models that are shipped."
-    )] = False
-    table: Annotated[bool, typer.Option(
-        "--table", help="Which model on which machine: all shipped ones, or --model, --hardware."
-    )] = False
-    full: Annotated[bool, typer.Option(
-        "--full", help="With --table: all weights, no adapter."
-    )] = False
-    write: Annotated[Path | None, typer.Option(
-        metavar="FILE", help="Write the file that `infinity new` writes for --model DIR, .toml; "
-        "with --table, the table, .md or .json.",
-    )] = None
-# fmt: on
+    examples: Annotated[str | None, opt("N", "Sequences of all data, such as 50k: how long?")] = (
+        None
+    )
+    ranks: Annotated[int, opt("N", "Ranks on the node that state is divided over.", min=1)] = 1
+    nodes: Annotated[int, opt("N", "Such machines, each with --ranks.", min=1)] = 1
+    overrides: Annotated[
+        list[str] | None, opt("KEY=VALUE", "Replace one value of the file.", "--set")
+    ] = None
+    plot: Annotated[Path | None, opt("PNG", "Draw the simulated step.")] = None
+    html: Annotated[
+        Path | None,
+        opt(
+            "FILE",
+            "Write a page for the browser: the simulated step, idle time by cause, bytes by link.",
+        ),
+    ] = None
+    show: Annotated[bool, flag("--list", "List the machines and models that are shipped.")] = False
+    table: Annotated[
+        bool,
+        flag("--table", "Which model on which machine: all shipped ones, or --model, --hardware."),
+    ] = False
+    full: Annotated[bool, flag("--full", "With --table: all weights, no adapter.")] = False
+    write: Annotated[
+        Path | None,
+        opt(
+            "FILE",
+            "Write the file that `infinity new` writes for --model DIR, .toml; "
+            "with --table, the table, .md or .json.",
+        ),
+    ] = None
 
 
 @with_options(PlanOptions)

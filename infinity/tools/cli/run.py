@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import Quiet
+from infinity.tools.cli.options import Quiet, arg, flag, opt
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -20,21 +20,18 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 def run(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python program.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the program.")
-    ] = None,
+    script: Annotated[Path, arg("SCRIPT", "A Python program.")],
+    arguments: Annotated[list[str] | None, arg("ARGS", "Arguments of the program.")] = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="A swap-tier file, or one of DeepSpeed or accelerate. Default: the program's "
+        opt(
+            "FILE",
+            "A swap-tier file, or one of DeepSpeed or accelerate. Default: the program's "
             "`deepspeed=`, or else what suits the model and this machine.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print what was offloaded to stderr, at the end.")
+        bool, flag("--json", "Print what was offloaded to stderr, at the end.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:

@@ -6,56 +6,28 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from infinity.tools.cli.options import progress_bar, reply
+from infinity.tools.cli.options import arg, flag, opt, progress_bar, reply
 
 
 def score(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A directory of weights, or the hub's name.")
-    ],
-    data: Annotated[
-        list[Path],
-        typer.Argument(metavar="DATA", help="Texts, or records as `infinity train` reads them."),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="A .jsonl or .parquet file.")
-    ],
-    adapter: Annotated[
-        Path | None, typer.Option("--adapter", metavar="DIR", help="An adapter in PEFT's format.")
-    ] = None,
+    model: Annotated[Path, arg("MODEL", "A directory of weights, or the hub's name.")],
+    data: Annotated[list[Path], arg("DATA", "Texts, or records as `infinity train` reads them.")],
+    output: Annotated[Path, opt("FILE", "A .jsonl or .parquet file.", "--output", "-o")],
+    adapter: Annotated[Path | None, opt("DIR", "An adapter in PEFT's format.")] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="A swap-tier file. Default: what suits this machine."
-        ),
+        Path | None, opt("FILE", "A swap-tier file. Default: what suits this machine.")
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="NAME", help="float32 or bfloat16. Default: the model's."),
-    ] = None,
-    top_k: Annotated[
-        int, typer.Option("--top-k", metavar="N", help="Also the N likeliest tokens at each place.")
-    ] = 0,
+    dtype: Annotated[str | None, opt("NAME", "float32 or bfloat16. Default: the model's.")] = None,
+    top_k: Annotated[int, opt("N", "Also the N likeliest tokens at each place.")] = 0,
     max_length: Annotated[
-        int | None,
-        typer.Option(
-            "--max-length",
-            metavar="N",
-            help="Tokens of a piece of a text file. A longer record is refused.",
-        ),
+        int | None, opt("N", "Tokens of a piece of a text file. A longer record is refused.")
     ] = None,
     sweep_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--sweep-tokens",
-            metavar="N",
-            help="Tokens that pass the weights together. Default: 32768, on a GPU 131072.",
-        ),
+        opt("N", "Tokens that pass the weights together. Default: 32768, on a GPU 131072."),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the directory's own code.")
+        bool, flag("--trust-remote-code", "Run the directory's own code.")
     ] = False,
 ) -> None:
     """Write the log-probability of every token of texts under a model of any size.

@@ -9,65 +9,46 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from infinity.tools.cli.options import progress_bar, reply
+from infinity.tools.cli.options import arg, flag, opt, progress_bar, reply
 
 if TYPE_CHECKING:
     from infinity.tools.serving.verify import Verdict
 
 
-_AnyBase = Annotated[
-    bool, typer.Option("--any-base", help="Use another base than that of the training, too.")
-]
+_AnyBase = Annotated[bool, flag("--any-base", "Use another base than that of the training, too.")]
 _Prompts = Annotated[
     Path | None,
-    typer.Option(
-        "--prompts",
-        metavar="FILE",
-        help="Text, one prompt a line. Default: the training data of the run, and sentences that "
+    opt(
+        "FILE",
+        "Text, one prompt a line. Default: the training data of the run, and sentences that "
         "are shipped.",
     ),
 ]
 _Locate = Annotated[
     Literal["none", "kinds", "layers", "modules"],
-    typer.Option(
-        "--locate",
-        help="The places of faults that the sheet tells apart. Each fault reads the base once.",
-    ),
+    opt(None, "The places of faults that the sheet tells apart. Each fault reads the base once."),
 ]
 _Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="The tiers for the sheet. Default: those of the run; else memory.",
-    ),
+    Path | None, opt("FILE", "The tiers for the sheet. Default: those of the run; else memory.")
 ]
 
 
 def export_adapter(
-    adapter: Annotated[
-        Path, typer.Argument(metavar="ADAPTER", help="The directory of an adapter, as PEFT saves.")
-    ],
+    adapter: Annotated[Path, arg("ADAPTER", "The directory of an adapter, as PEFT saves.")],
     server: Annotated[
         Literal["peft", "vllm", "sglang", "gguf"],
-        typer.Option("--for", help="What loads the result; gguf is for llama.cpp."),
+        opt(None, "What loads the result; gguf is for llama.cpp.", "--for"),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="OUT", help="A new directory. Default: ADAPTER-SERVER."
-        ),
+        Path | None, opt("OUT", "A new directory. Default: ADAPTER-SERVER.", "--output", "-o")
     ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option("--base", metavar="DIR", help="Default: the base that the adapter names."),
-    ] = None,
+    base: Annotated[Path | None, opt("DIR", "Default: the base that the adapter names.")] = None,
     any_base: _AnyBase = False,
     prompts: _Prompts = None,
     locate: _Locate = "layers",
     config: _Config = None,
     sheet: Annotated[
-        bool, typer.Option("--sheet/--no-sheet", help="Compute infinity_sheet.json beside it.")
+        bool, flag("--sheet/--no-sheet", "Compute infinity_sheet.json beside it.")
     ] = True,
 ) -> None:
     """Write an adapter in the layout that a server reads, with a sheet to check what it serves.
@@ -104,30 +85,16 @@ def export_adapter(
 
 
 def verify_served(
-    url: Annotated[
-        str, typer.Argument(metavar="URL", help="The address of the server: http://HOST:PORT.")
-    ],
-    sheet: Annotated[
-        Path, typer.Option("--sheet", metavar="FILE", help="Of `infinity export-adapter`.")
-    ],
+    url: Annotated[str, arg("URL", "The address of the server: http://HOST:PORT.")],
+    sheet: Annotated[Path, opt("FILE", "Of `infinity export-adapter`.")],
     model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="NAME", help="The served adapter. Default: the only model."
-        ),
+        str | None, opt("NAME", "The served adapter. Default: the only model.")
     ] = None,
     base_model: Annotated[
         str | None,
-        typer.Option(
-            "--base-model",
-            metavar="NAME",
-            help="The base, if it is served, too: its numbers show how exact the server is.",
-        ),
+        opt("NAME", "The base, if it is served, too: its numbers show how exact the server is."),
     ] = None,
-    key: Annotated[
-        str | None,
-        typer.Option("--key", metavar="NAME", help="The environment variable with the API key."),
-    ] = None,
+    key: Annotated[str | None, opt("NAME", "The environment variable with the API key.")] = None,
 ) -> None:
     """Compare what a server says with the sheet of an adapter, and name the fault.
 

@@ -13,7 +13,7 @@ from infinity.errors import ConfigError
 from infinity.observe import chrome
 from infinity.observe.step_summary import Stall, StepSummary, summarize
 from infinity.sizes import format_nbytes
-from infinity.tools.cli.options import reply
+from infinity.tools.cli.options import arg, opt, reply
 from infinity.tools.pictures.steps import choose, draw, picture_of
 from infinity.tools.pictures.timeline import milliseconds, write_page
 
@@ -29,17 +29,12 @@ def trace() -> None:
 
 @app.command()
 def summary(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as JSON.")],
-    stalls: Annotated[
-        int, typer.Option("--stalls", metavar="N", min=0, help="Largest stalls shown per step.")
-    ] = 5,
+    file: Annotated[Path, arg("FILE", "A trace, as JSON.")],
+    stalls: Annotated[int, opt("N", "Largest stalls shown per step.", min=0)] = 5,
     plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw one step as a Gantt picture (PNG, SVG)."),
+        Path | None, opt("FILE", "Draw one step as a Gantt picture (PNG, SVG).")
     ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="The step drawn; the last one.")
-    ] = None,
+    step: Annotated[int | None, opt("N", "The step drawn; the last one.")] = None,
 ) -> None:
     """Name the largest stalls of each step, how busy every track was, and what bounds the step."""
     spans = chrome.read(file)
@@ -52,12 +47,9 @@ def summary(
 
 @app.command()
 def view(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as JSON.")],
+    file: Annotated[Path, arg("FILE", "A trace, as JSON.")],
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="HTML", help="The page; FILE with the suffix .html."
-        ),
+        Path | None, opt("HTML", "The page; FILE with the suffix .html.", "--output", "-o")
     ] = None,
 ) -> None:
     """Write a page for the browser: a timeline to zoom into, idle time by cause, bytes by link.

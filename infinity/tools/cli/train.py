@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import Quiet
+from infinity.tools.cli.options import Quiet, arg, flag, opt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,53 +18,37 @@ if TYPE_CHECKING:
 
 _Resume = Annotated[
     bool,
-    typer.Option(
-        "--resume",
-        help="Continue from the newest checkpoint of [checkpoint]; begin if there is none.",
+    flag(
+        "--resume", "Continue from the newest checkpoint of [checkpoint]; begin if there is none."
     ),
 ]
-_ResumeFrom = Annotated[
-    Path | None,
-    typer.Option(
-        "--resume-from", metavar="DIR", help="Continue from this checkpoint, in any directory."
-    ),
-]
-_AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
-]
+_ResumeFrom = Annotated[Path | None, opt("DIR", "Continue from this checkpoint, in any directory.")]
+_AsJson = Annotated[bool, flag("--json", "Print the summary as JSON; progress goes to stderr.")]
 _AcceptChanges = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--accept-changes",
-        help="Continue although the learning rate, its schedule or the number of steps differ "
+        "Continue although the learning rate, its schedule or the number of steps differ "
         "from those of the checkpoint; what differs is printed.",
     ),
 ]
 
 
 def train(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A .toml, .yaml, .yml or .json file.")
-    ],
+    config: Annotated[Path, arg("CONFIG", "A .toml, .yaml, .yml or .json file.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Replace one value of the file, such as train.steps=5 or "
+        opt(
+            "KEY=VALUE",
+            "Replace one value of the file, such as train.steps=5 or "
             '\'placement.moments=["host", "nvme"]\'. Values as in TOML; a bare word is text.',
+            "--set",
         ),
     ] = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="Write a timeline of some steps, for Perfetto."
-        ),
+        Path | None, opt("FILE", "Write a timeline of some steps, for Perfetto.")
     ] = None,
-    trace_steps: Annotated[
-        str,
-        typer.Option("--trace-steps", metavar="FIRST:LAST", help="The steps that are traced."),
-    ] = "2:5",
+    trace_steps: Annotated[str, opt("FIRST:LAST", "The steps that are traced.")] = "2:5",
     resume: _Resume = False,
     resume_from: _ResumeFrom = None,
     accept_changes: _AcceptChanges = False,

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import is_silent, reply
+from infinity.tools.cli.options import arg, is_silent, opt, reply
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -27,15 +25,8 @@ _OTHER = {"drives": ("read_wait_s", "write_wait_s"), "link": ("copy_wait_s",),
 
 
 def watch(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT", help="The output directory of a run, or its file of metrics."
-        ),
-    ],
-    every: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Between two looks.")
-    ] = 2.0,
+    run: Annotated[Path, arg("OUT", "The output directory of a run, or its file of metrics.")],
+    every: Annotated[float, opt("SECONDS", "Between two looks.", min=0.1)] = 2.0,
 ) -> None:
     """Show a run: losses, time left, where the time goes, memory, drives, the last checkpoint.
 
