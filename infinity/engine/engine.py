@@ -211,6 +211,12 @@ class Engine(Closing):
         device = self.device.torch_device
         return run_together(self.model, device, loops, self._model_passes.sweep)
 
+    @property
+    def sweep_tokens(self) -> int:
+        """The tokens whose hidden states a sweep without gradients may keep in the memory of the
+        device, where a program does not say."""
+        return 1 << (15 if self.device.shares_host_memory else 17)
+
     def beside(self, call: Callable[[], T]) -> Callable[[], T]:
         """See `infinity.beside`."""
         return self._model_passes.beside(call)

@@ -22,22 +22,27 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from transformers import TrainerCallback
 
 import infinity
 from infinity.engine.registry import engine_of
 from infinity.errors import UnsupportedError
+from infinity.integrations.evaluation import EvaluationSweeps
 from infinity.modules.accumulate.purity import describe, is_trusted, own_code, own_method
-from infinity.modules.accumulate.trial import Trial, why_differs
+from infinity.modules.accumulate.trial import Trial, why_differs, why_forwards_differ
 
 _log = logging.getLogger("infinity")
 
-# Classes whose `training_step` does nothing after the backward that needs its gradients.
+# Classes whose `training_step` does nothing after the backward that needs its gradients, and whose
+# `prediction_step` keeps of a batch its metrics only.
 _KNOWN_STEPS = {
     ("transformers.trainer", "Trainer"),
     ("trl.trainer.sft_trainer", "SFTTrainer"),
     ("trl.trainer.dpo_trainer", "DPOTrainer"),
     ("trl.trainer.kto_trainer", "KTOTrainer"),
     ("trl.trainer.reward_trainer", "RewardTrainer"),
+    ("trl.experimental.cpo.cpo_trainer", "CPOTrainer"),
+    ("trl.experimental.orpo.orpo_trainer", "ORPOTrainer"),
 }
 _DPO = ("trl.trainer.dpo_trainer", "DPOTrainer")
 
@@ -52,6 +57,9 @@ _EVENTS_BETWEEN_RUNS = frozenset({
     "__init__", "on_evaluate", "on_init_end", "on_log", "on_predict", "on_prediction_step",
     "on_save", "on_train_begin", "on_train_end",
 })  # fmt: skip
+_EVENTS_BETWEEN_BATCHES = frozenset(
+    name for name in ("__init__", *dir(TrainerCallback)) if name != "on_prediction_step"
+)
 
 # PEFT methods that give keys and values to the blocks as a cache.
 _CACHING_ADAPTERS = ("PREFIX_TUNING", "CARTRIDGE")
@@ -71,6 +79,28 @@ def why_plain(trainer: Any) -> str | None:
     context = getattr(trainer, "maybe_activation_offload_context", None)
     if context is not None and not isinstance(context, nullcontext):
         return "args.activation_offloading moves activations by itself"
+    return _why_apart(trainer)
+
+
+def why_unswept(trainer: Any) -> str | None:
+    """Returns the reason why the batches of an evaluation cannot pass each block together, or
+    None."""
+    for method in ("prediction_step", "evaluation_loop"):
+        cls = _overrides(trainer, method)
+        if cls is not None:
+            return f"{method} of {cls} may need one batch after the other"
+    if "gather_for_metrics" in vars(trainer.accelerator):
+        return "accelerator.gather_for_metrics is replaced"
+    reason = _why_apart(trainer)
+    if reason is not None or (trainer.is_layer_major and trainer.is_asked_for):
+        return reason
+    if engine_of(trainer.model).num_ranks > 1:
+        return "on several ranks, no step has shown yet that they can"
+    return why_forwards_differ(trainer.model) or why_unknown(trainer, _EVENTS_BETWEEN_BATCHES)
+
+
+def _why_apart(trainer: Any) -> str | None:
+    """Returns what in the model keeps its calls from passing the blocks together, or None."""
     configs = getattr(trainer.model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -83,7 +113,7 @@ def why_plain(trainer: Any) -> str | None:
     return None
 
 
-def why_unknown(trainer: Any) -> str | None:
+def why_unknown(trainer: Any, harmless_events: frozenset[str]) -> str | None:
     """Returns the first code of a program's own that a window would run, or None. What such code
     keeps from one micro-batch to the next cannot be seen, so a default leaves its order alone."""
     found = own_method(type(trainer), _OUTSIDE_STEPS) or own_code(trainer.model)
@@ -93,7 +123,7 @@ def why_unknown(trainer: Any) -> str | None:
     if found is None and loss is not None and not is_trusted(loss):
         found = f"compute_loss_func {describe(loss)}"
     for callback in () if found else trainer.callback_handler.callbacks:
-        found = found or own_method(type(callback), _EVENTS_BETWEEN_RUNS)
+        found = found or own_method(type(callback), harmless_events)
     if found is None:
         return None
     return f"{found}, which may mix micro-batches unseen (layer_major=True says that it does not)"
@@ -121,7 +151,7 @@ def choose_order(trainer: Any, layer_major: bool | None) -> bool:
         return False
     reason = why_plain(trainer)
     if reason is None and layer_major is None:
-        reason = why_differs(trainer.model) or why_unknown(trainer)
+        reason = why_differs(trainer.model) or why_unknown(trainer, _EVENTS_BETWEEN_RUNS)
     if reason is None:
         return True
     if layer_major:
@@ -154,6 +184,9 @@ class LayerMajorSteps:
     _trial: Trial | None = None
     _tried: int | None = None  # What the model was set to in the last trial.
     _is_reference_beside = False
+    _evaluation: EvaluationSweeps | None = None  # That is running.
+    _why_unswept: str | None = None  # What an evaluation has shown.
+    _said_unswept: str | None = None
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """Keeps the window that begins. Its gradients are complete at its first `training_step`."""
@@ -273,6 +306,55 @@ class LayerMajorSteps:
             del accelerator.backward
             if shares_reference:
                 self._is_reference_beside = self.precompute_ref_logps = False
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Overrides Trainer's: up to 32 batches pass each block together."""
+        loop = super().evaluation_loop  # type: ignore[misc]
+        is_loss_only = self.args.prediction_loss_only
+        if prediction_loss_only is not None:
+            is_loss_only = prediction_loss_only
+        cause = self._why_unswept or why_unswept(self)
+        if cause is None and not is_loss_only and ignore_keys is not None:
+            cause = "ignore_keys may ask for caches of keys and values"
+        if cause is None:
+            dataloader = self._evaluation = EvaluationSweeps(
+                dataloader, self, self._sweep_calls, is_loss_only=is_loss_only
+            )
+        try:
+            return loop(
+                dataloader, description, prediction_loss_only, ignore_keys, *args, **options
+            )
+        finally:
+            if self._evaluation is not None:
+                cause = self._why_unswept = self._evaluation.cause
+                self._evaluation = None
+            if cause is not None and cause != self._said_unswept:
+                self._said_unswept = cause
+                _log.warning(
+                    "%s evaluates one batch after the other, so each of them reads every weight "
+                    "again: %s", type(self).__name__, cause,
+                )  # fmt: skip
+
+    def _sweep_calls(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        with self._in_window():
+            return engine_of(self.model).sweep([], calls)[1]
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Overrides Trainer's: the first batch of a window runs all of them."""
+        step = super().prediction_step  # type: ignore[misc]
+        if self._evaluation is None:
+            return step(model, inputs, *args, **options)
+        return self._evaluation.result_of(
+            inputs, lambda batch: step(model, batch, *args, **options)
+        )
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Overrides Trainer's: TRL's reference runs beside the policy, block by block."""

@@ -35,8 +35,8 @@ PARTS = {
 TRAINER_METHODS = (
     "_clip_grad_norm", "_get_grad_norm", "_get_output_dir", "_load_from_checkpoint",
     "_load_optimizer_and_scheduler", "_push_from_checkpoint", "_save_checkpoint",
-    "_save_optimizer_and_scheduler", "compute_loss", "get_batch_samples",
-    "get_optimizer_cls_and_kwargs", "training_step",
+    "_save_optimizer_and_scheduler", "compute_loss", "evaluation_loop", "get_batch_samples",
+    "get_optimizer_cls_and_kwargs", "prediction_step", "training_step",
 )  # fmt: skip
 
 # Attributes that are not public and that modules of this package read or set where they stand.

@@ -92,23 +92,33 @@ def common(directory: Path, **options: Any) -> dict[str, Any]:
         "output_dir": str(directory), "max_steps": 3, "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.5,
         "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False,
-        "disable_tqdm": True, "seed": 11,
+        "disable_tqdm": True, "seed": 11, "per_device_eval_batch_size": 2, "eval_steps": 2,
     } | options  # fmt: skip
 
 
+def evaluated(directory: Path) -> dict[str, Any]:
+    return common(directory, eval_strategy="steps")
+
+
+def parts(columns: dict[str, Any]) -> dict[str, Any]:
+    """To train on, and to evaluate on: the last batch is short."""
+    held_out = {name: values[:5] for name, values in columns.items()}
+    made = datasets.Dataset.from_dict
+    return {"train_dataset": made(columns), "eval_dataset": made(held_out)}
+
+
 def sft(model: Any, directory: Path, reference: Any, **more: Any) -> Any:
-    data = datasets.Dataset.from_dict({"text": texts(24, 0)})
     return trl.SFTTrainer(
-        model=model, args=trl.SFTConfig(max_length=16, **common(directory)), train_dataset=data,
-        processing_class=tokenizer(), **more,
+        model=model, args=trl.SFTConfig(max_length=16, **evaluated(directory)),
+        processing_class=tokenizer(), **parts({"text": texts(24, 0)}), **more,
     )  # fmt: skip
 
 
 def dpo(model: Any, directory: Path, reference: Any) -> Any:
     columns = {"prompt": texts(24, 0), "chosen": texts(24, 3), "rejected": texts(24, 5)}
     return trl.DPOTrainer(
-        model=model, ref_model=reference, args=trl.DPOConfig(max_length=24, **common(directory)),
-        train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer(),
+        model=model, ref_model=reference, args=trl.DPOConfig(max_length=24, **evaluated(directory)),
+        processing_class=tokenizer(), **parts(columns),
     )  # fmt: skip
 
 
@@ -116,8 +126,8 @@ def kto(model: Any, directory: Path, reference: Any) -> Any:
     labels = [index % 3 > 0 for index in range(24)]
     columns = {"prompt": texts(24, 0), "completion": texts(24, 3), "label": labels}
     return trl.KTOTrainer(
-        model=model, ref_model=reference, args=trl.KTOConfig(max_length=24, **common(directory)),
-        train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer(),
+        model=model, ref_model=reference, args=trl.KTOConfig(max_length=24, **evaluated(directory)),
+        processing_class=tokenizer(), **parts(columns),
     )  # fmt: skip
 
 
@@ -125,8 +135,8 @@ def reward(model: Any, directory: Path, reference: Any) -> Any:
     """With a head of its own on the model's decoder."""
     columns = {"chosen": texts(24, 3), "rejected": texts(24, 5)}
     return trl.RewardTrainer(
-        model=model, args=trl.RewardConfig(max_length=24, **common(directory)),
-        train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer(),
+        model=model, args=trl.RewardConfig(max_length=24, **evaluated(directory)),
+        processing_class=tokenizer(), **parts(columns),
     )  # fmt: skip
 
 
@@ -205,7 +215,8 @@ def test_a_trainer_of_trl_gives_the_same_run(
 def test_a_layer_major_run_of_trl_is_that_of_the_plain_trainer(
     make_trainer: Callable[..., Any], kind: str, tmp_path: Path
 ) -> None:
-    """Losses, norms, token accuracies and rewards of every step, and every weight at the end."""
+    """Losses, norms, token accuracies and rewards of every step and of an evaluation, and every
+    weight at the end."""
 
     def make() -> Any:
         return make_scorer() if kind == "scorer" else make_model(lora=kind == "lora", dropout=0.0)
@@ -223,7 +234,8 @@ def test_a_layer_major_run_of_trl_is_that_of_the_plain_trainer(
     rows = history(mine)
     assert rows == history(plain)
     key = {sft: "mean_token_accuracy", reward: "accuracy"}.get(make_trainer, "rewards/chosen")
-    assert sum(key in row for row in rows) == 3
+    assert sum(key in row for row in rows) == 3 and sum(f"eval_{key}" in row for row in rows) == 2
+    assert mine._why_unswept is mine._said_unswept is None
     engine = infinity.engine_of(model)
     found = dict(mine.model.named_parameters())
     found |= {name: engine.read_parameter(name) for name in engine.parameter_names()}
@@ -303,7 +315,7 @@ def test_dpo_reads_its_base_as_often_as_sft(
         model = infinity.offload(make_model(**options), config)
         trainer = make_trainer(model, tmp_path / "out", None)
         trainer.args.gradient_accumulation_steps = count
-        trainer.args.max_steps = 2
+        trainer.args.max_steps, trainer.args.eval_strategy = 2, "no"
         counts: list[float] = []
         with infinity.engine_of(model) as engine:
             trainer.add_callback(CountsReads(engine, counts))

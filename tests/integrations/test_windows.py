@@ -110,10 +110,11 @@ def make_trainer(cls: Any, model: Any, directory: Path, **options: Any) -> Any:
         "num_train_epochs": 2,
         "gradient_accumulation_steps": 3,
         "eval_steps": 2,
+        "per_device_eval_batch_size": 2,
     }
     return cls(
         model=model, args=arguments(directory, **(of_a_run | options)), train_dataset=Tokens(20, 1),
-        eval_dataset=Tokens(6, 2), callbacks=[Journal()], **more,
+        eval_dataset=Tokens(5, 2), callbacks=[Journal()], **more,
     )  # fmt: skip
 
 

@@ -123,6 +123,32 @@ def _plain(directory: Path, options: dict[str, Any]) -> Any:
     return hf.history(trainer), evaluation, plain_weights(trainer.model)
 
 
+def _evaluate(rank: int, directory: str) -> Any:
+    more = {"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2}
+    with torchrun(rank):
+        args = hf.arguments(Path(directory), **_options(**more))
+        with infinity.engine_of(
+            infinity.offload(model_without_dropout(), swap(Path(directory)))
+        ) as engine:
+            trainer = hf.Trainer(
+                model=engine.model, args=args, train_dataset=hf.Tokens(40, 1),
+                eval_dataset=hf.Tokens(11, 2),
+            )  # fmt: skip
+            prepare_trainer(trainer, layer_major=True).train()
+            sweep, counts = trainer._sweep_calls, []
+            trainer._sweep_calls = lambda calls: (counts.append(len(calls)), sweep(calls))[1]
+            losses = []
+            for trainer._why_unswept in (None, "a test"):
+                losses.append(trainer.evaluate()["eval_loss"])
+            return losses, counts
+
+
+def test_evaluations_of_two_processes_are_those_of_batches_one_by_one(tmp_path: Path) -> None:
+    """11 records are three batches of two on each process: one of them is added, and left out."""
+    for (loss, expected), counts in run_ranks(COUNT, _evaluate, str(tmp_path)):
+        assert loss == expected and counts == [3]
+
+
 def test_trainer_of_two_processes_is_one_that_sees_both_batches(tmp_path: Path) -> None:
     """Losses, learning rates, evaluations and weights to the bit; norms to their rounding."""
     plain = _plain(tmp_path / "plain", _options(gradient_accumulation_steps=2))
@@ -277,7 +303,7 @@ def test_grpo_and_reward_of_two_processes_are_those_of_plain_trl(tmp_path: Path)
     for grpo, my_grpo, reward, my_reward in run_ranks(COUNT, _train_trl, str(tmp_path)):
         for plain, mine in ((grpo, my_grpo), (reward, my_reward)):
             assert mine[0] == plain[0]
-            assert len(mine[0]) == 4
+            assert len(mine[0]) == (4 if mine is my_grpo else 6)  # With two evaluations.
             assert_same(plain[1], mine[1])
 
 

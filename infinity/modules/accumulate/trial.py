@@ -33,15 +33,22 @@ _OTHERWISE = ", and gradients would be added in another order"
 
 def why_differs(model: nn.Module) -> str | None:
     """Returns what in the model itself may differ in layer-major order, or None."""
-    if (found := foreign_hook(dict(model.named_modules()))) is not None:
-        return f"{found[0]} has the forward hook {describe(found[1])}"
-    if (name := replaced_forward(model)) is not None:
-        return f"the forward of {name} is replaced"
+    if (cause := why_forwards_differ(model)) is not None:
+        return cause
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(parameter), name)
         if first != name and parameter.requires_grad:
             return f"{first} and {name} are one weight{_OTHERWISE}"
+    return None
+
+
+def why_forwards_differ(model: nn.Module) -> str | None:
+    """Returns what may differ in forwards alone, or None."""
+    if (found := foreign_hook(dict(model.named_modules()))) is not None:
+        return f"{found[0]} has the forward hook {describe(found[1])}"
+    if (name := replaced_forward(model)) is not None:
+        return f"the forward of {name} is replaced"
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "is_encoder_decoder", None) and getattr(config, "use_cache", None):

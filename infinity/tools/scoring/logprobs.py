@@ -29,7 +29,6 @@ _log = logging.getLogger("infinity")
 _MOST_LOGITS = 1 << 27
 # Each sequence of a sweep is a suspended thread.
 _MOST_SEQUENCES = 256
-_TOKENS_ON_HOST, _TOKENS_ON_DEVICE = 1 << 15, 1 << 17  # In a sweep.
 
 
 T = TypeVar("T")
@@ -104,8 +103,7 @@ def sweeps(
     """Yields the ranges of sequences that pass together. A sequence that is longer than a sweep
     passes alone."""
     if sweep_tokens is None:
-        has_memory = not engine_of(model).device.shares_host_memory
-        sweep_tokens = _TOKENS_ON_DEVICE if has_memory else _TOKENS_ON_HOST
+        sweep_tokens = engine_of(model).sweep_tokens
     start = count = 0
     for end, length in enumerate(lengths):
         if end > start and (count + length > sweep_tokens or end - start == _MOST_SEQUENCES):
