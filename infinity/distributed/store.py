@@ -114,6 +114,7 @@ class DistributedStore(StateStore):
         self._own = DaemonThreads(1, "infinity-own-shard", begin_thread)
         # Units whose shard was written past the weight cache, which may keep an older copy.
         self.rewritten: set[int] = set()
+        self.is_filling = True  # Until all ranks have written their first values.
 
     def _allocate(self, nbytes: int, what: str) -> Block:
         block = self._host.allocate(nbytes, what)
@@ -181,9 +182,16 @@ class DistributedStore(StateStore):
 
         full: uint8, host, shape (weight_nbytes,)
         is_local_present: this rank's shard is in `full` already
+
+        While first values come, owners write shards in their own time, and this rank needs only its
+        own part of what it writes. The other parts are NaN (in bits, all ones).
         """
         jobs: list[RemoteRequest] = []
-        for shard in self.partition.sources(index):
+        sources = self.partition.sources(index)
+        if self.is_filling:
+            full.fill_(0xFF)
+            sources = (self.partition.local[index],)
+        for shard in sources:
             segments = self._served(shard, StateKind.PARAMETERS)
             sinks = [
                 full[segment.full_offset_nbytes : segment.full_offset_nbytes + segment.nbytes]

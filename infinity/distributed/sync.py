@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 
 import numpy
+from torch import Tensor
 from typing_extensions import override
 
 from infinity.distributed.collective.collectives import Collectives
@@ -21,9 +22,9 @@ from infinity.distributed.sums.reduce import DistributedGradients
 from infinity.distributed.wire.channel import Fill
 from infinity.distributed.wire.failures import ending_all, run_beside
 from infinity.distributed.wire.protocol import Service
-from infinity.errors import InfinityError, RankError
-from infinity.state.partition import Partition
-from infinity.state.units import Unit
+from infinity.errors import ConfigError, InfinityError, RankError, listed
+from infinity.state.partition import Partition, Shard
+from infinity.state.units import TensorSpec, Unit, weight_of
 from infinity.streaming.weights.cache import WeightCache
 
 
@@ -54,7 +55,6 @@ class RankSync(Service):
         self._partition = store.partition
         self.rank, self.num_ranks = store.partition.rank, store.partition.count
         self.transport = store.transport
-        self._is_filling = True  # Until weights have their first values.
         self._unagreed: set[int] = (
             set()
         )  # Units that were changed here and that other ranks do not see yet.
@@ -190,7 +190,7 @@ class RankSync(Service):
 
         uses: fetches what the block reads, on every rank before any rank changes its shards
         """
-        if self._is_filling:
+        if self._store.is_filling:
             with uses or nullcontext():
                 yield
             return
@@ -228,8 +228,27 @@ class RankSync(Service):
 
     def sync_first_weights(self) -> None:
         """Makes the first values of all weights visible to all ranks."""
+        self._store.is_filling = False
         self._sync_units(range(len(self._partition.full_units)))
-        self._is_filling = False
+
+    def refuse_unknown(self, unit: int) -> None:
+        """Raises ConfigError if an initialisation rule has computed this rank's part of a unit from
+        weights of other ranks, which are not here while first values come (`gather_weights`)."""
+        if not self._partition.is_gathered(unit):
+            return
+        full, shard = self._partition.full_units[unit], self._partition.local[unit]
+        weights = self._weight_cache.check_out(unit, read=True)
+        try:
+            unknown = [spec.name for spec in full.tensors if _has_nan(weights, spec, shard)]
+        finally:
+            self._weight_cache.check_in(unit, dirty_nbytes=0)
+        if unknown:
+            raise ConfigError(
+                f"{listed(unknown)} are not numbers after their initialisation. Its rule may read "
+                "weights that it has left before and that other ranks keep; give "
+                "offload(weights=...), more tiers.host.capacity, or a rule that finishes one "
+                "module before the next"
+            )
 
     def _sync_units(self, units: Iterable[int]) -> None:
         """Gives every rank the owners' weights of these units. None of the units is in use."""
@@ -276,6 +295,9 @@ class OneRank:
     def sync_first_weights(self) -> None:
         """Does nothing: there is no other rank."""
 
+    def refuse_unknown(self, unit: int) -> None:
+        """Does nothing: there is no other rank."""
+
     def forget_outdated(self) -> None:
         """Does nothing: there is no other rank."""
 
@@ -319,6 +341,18 @@ def flush_owned(
         for unit in full_units:
             weight_cache.take_off_device(unit.index)
     weight_cache.finish_writes()
+
+
+def _has_nan(weights: Tensor, spec: TensorSpec, shard: Shard) -> bool:
+    """Whether a shard has elements of one tensor that are not numbers. weights: of the full unit,
+    uint8."""
+    first, item_nbytes = spec.weight_offset_nbytes, spec.facts.dtype.itemsize
+    for segment in shard.segments if spec.facts.dtype.is_floating_point else ():
+        start = max(segment.full_offset_nbytes - first, 0) // item_nbytes
+        stop = (segment.full_offset_nbytes + segment.nbytes - first) // item_nbytes
+        if start < stop and bool(weight_of(weights, spec)[start:stop].isnan().any()):
+            return True
+    return False
 
 
 def pull_updated(

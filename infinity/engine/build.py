@@ -126,7 +126,6 @@ def build(
         handles = {id(param.original): param.handle for param in engine.params}
         tiling.hand_over(lambda parameter: handles[id(parameter)])
         fill(engine, weights, seed)
-        engine.ranks.sync_first_weights()
     except BaseException:
         engine.uninstall()
         engine.close()

@@ -66,6 +66,8 @@ def fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
         weights.load(write, engine.tile_rows, _with_tiled(in_place, engine))
     if (without if weights is None else to_come) - wanted.keys():
         _initialise(engine, to_come - wanted.keys(), without, seed)
+    engine.flush()
+    engine.ranks.sync_first_weights()  # What follows reads values that other ranks have written.
     for copy, own in copies:
         if copy in to_come:
             engine.write_parameter(copy, engine.read_parameter(own))
@@ -108,7 +110,7 @@ def _initialise(engine: Engine, missing: set[str], without: set[str], seed: int)
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
-        engine.handle_ops.initialising(),
+        engine.handle_ops.initialising(engine.ranks.refuse_unknown),
         _marked(engine, missing),
     ):
         torch.manual_seed(seed)

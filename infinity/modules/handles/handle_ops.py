@@ -99,6 +99,7 @@ class HandleOps:
         self._grads = grads
         self._warned: set[str] = set()
         self._initialising: list[int] | None = None  # Units in use by initialisation, oldest first.
+        self._check_first: Callable[[int], None] = lambda unit: None
         for param in uses.param_table.params:
             param.handle.owner = self
 
@@ -238,6 +239,10 @@ class HandleOps:
             finally:
                 if self._initialising is None:
                     self._take_changes(lent.values())
+                for loan in lent.values() if self._initialising is not None else ():
+                    if loan.handle.is_data and loan.was_changed:  # No version counts these.
+                        self._param_behind(loan.handle).changes += 1
+                        self._param_behind(loan.handle).note_replaced()
             if self._initialising is not None:
                 by_compute = {id(loan.tensor): params[key].handle for key, loan in lent.items()}
                 return by_compute.get(id(answer), answer)
@@ -495,12 +500,12 @@ class HandleOps:
     # -- Initialisation --------------------------------------------------------------------------
 
     @contextmanager
-    def initialising(self) -> Iterator[None]:
+    def initialising(self, check: Callable[[int], None]) -> Iterator[None]:
         """Allows in-place changes of handles for the time of a `with` block. Views stay valid until
         the next unit is used, or the one after it if memory allows. Changed units are written to
-        their tiers."""
+        their tiers; `check` looks at each of them before, and may raise."""
         assert self._initialising is None
-        self._initialising = []
+        self._initialising, self._check_first = [], check
         try:
             yield
         finally:
@@ -539,6 +544,7 @@ class HandleOps:
     def _release_unit(self, unit: int) -> None:
         self._edits.expect([unit])
         self._uses.leave([unit])
+        self._check_first(unit)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
