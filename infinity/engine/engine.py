@@ -55,6 +55,7 @@ from infinity.modules.tiling.layers import TiledParam
 from infinity.modules.tiling.split import tiles_of
 from infinity.observe import Counters, Track
 from infinity.ops.rules import Settings
+from infinity.simulate.job import most_tokens
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
@@ -215,7 +216,7 @@ class Engine(Closing):
     def sweep_tokens(self) -> int:
         """The tokens whose hidden states a sweep without gradients may keep in the memory of the
         device, where a program does not say."""
-        return 1 << (15 if self.device.shares_host_memory else 17)
+        return most_tokens(on_host=self.device.shares_host_memory)
 
     def beside(self, call: Callable[[], T]) -> Callable[[], T]:
         """See `infinity.beside`."""

@@ -112,14 +112,21 @@ def _said_of_kept(
 ) -> list[str]:
     device = hardware.device
     is_saved = config.schedule.micro_batch and "device" not in config.placement.activations
-    if device.memory is None or not batch.recomputes or is_saved:
+    if device.memory is None or not batch.recomputes or (is_saved and batch.has_backward):
         return []
     blocks = sum(hooked.attention_width > 0 for hooked in model.hooked_modules)
+    if not batch.has_backward:
+        blocks = 1
     values = batch.num_tokens / device.count * model.checkpoint_width * blocks
     kept_nbytes = values * _CHECKPOINT_ITEM_NBYTES
     free_nbytes = activations_nbytes(config, hardware, batch)
     if kept_nbytes <= free_nbytes:
         return []
+    if not batch.has_backward:
+        return [
+            f"the hidden states of a sweep take {format_nbytes(kept_nbytes)} a device, and "
+            f"{format_nbytes(max(free_nbytes, 0))} are free: give fewer --tokens"
+        ]
     return [
         f"the inputs of the blocks that the backward starts from take "
         f"{format_nbytes(kept_nbytes)} a device, and {format_nbytes(max(free_nbytes, 0))} are "

@@ -177,11 +177,11 @@ class ModuleWork:
 
 @dataclass(frozen=True, slots=True)
 class FrozenBase:
-    """The frozen weights of a model under an adapter of `trained_params`. `is_copied`: the engine
-    copies them, decoded, to the tiers of `parameters`, and reads them there."""
+    """The frozen weights of a model under an adapter of `trained_params`, or alone. `is_copied`:
+    the engine copies them, decoded, to the tiers of `parameters`, and reads them there."""
 
     stored: StoredModel
-    adapter: AdapterConfig
+    adapter: AdapterConfig | None
     trained_params: int
     is_copied: bool = False
 
@@ -198,7 +198,7 @@ class PlannedModel:
     num_params: int
     checkpoint_width: int  # Values per token that a checkpointed block saves.
     hf_config: Any = None  # The configuration of a transformers model.
-    frozen: FrozenBase | None = None  # The base of an adapter; None if all weights are trained.
+    frozen: FrozenBase | None = None  # None if all weights are trained.
     units: tuple[Unit, ...] = field(init=False)
 
     def __post_init__(self) -> None:

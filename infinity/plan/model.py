@@ -92,11 +92,16 @@ def model_for(
     stored: StoredModel | None = None,
     *,
     dtype: torch.dtype | None = None,
+    is_frozen: bool = False,
 ) -> PlannedModel:
     """Returns the model as a configuration trains it: all weights, or an adapter over `stored`
-    ones, by default those of the published checkpoint. `dtype` of trained and of decoded weights:
-    None takes the configuration's."""
+    ones, by default those of the published checkpoint. `is_frozen`: these alone. `dtype` of trained
+    and of decoded weights: None takes the configuration's."""
     dtype = dtype or getattr(torch, config.precision.compute_dtype)
+    if is_frozen:
+        return model_of_shape(shape, dtype, stored=stored or stored_of_shape(shape))
+    if config.adapter is None:
+        stored = None
     return model_of_shape(
         shape, dtype, moments_of(config.optimizer, config.precision), config.adapter, stored
     )
@@ -112,17 +117,15 @@ def model_of_shape(
     """Returns units and hooked modules in the order of the forward. `dtype` is that of trained and
     of decoded weights.
 
-    With an adapter, a block has two units: the adapter, which is trained, and the frozen weights,
-    as many bytes as they have in the checkpoint. Raises ConfigError for a target that the model
-    does not have.
+    With `stored`, or an adapter, weights are frozen, as many bytes as they have in the checkpoint,
+    and an adapter is a unit of its own in each block. Raises ConfigError for a target that the
+    model does not have.
     """
     groups: list[UnitTensors] = []
     works: list[ModuleWork] = []
     if adapter is not None:
         refuse_unknown_targets(shape, adapter)
         stored = stored or stored_of_shape(shape)
-    else:
-        stored = None
 
     def add(*units: UnitTensors, attention_width: int = 0, **said: bool) -> None:
         numbers = range(len(groups), len(groups) + len(units))
@@ -140,7 +143,7 @@ def model_of_shape(
 
     add(
         outside("embedding", "embedding", shape.embedding),
-        multiplies=False, has_backward=adapter is None,
+        multiplies=False, has_backward=stored is None,
     )  # fmt: skip
     trained_params = 0
     for layer, block in enumerate(shape.blocks):
@@ -153,7 +156,7 @@ def model_of_shape(
     else:
         works.append(ModuleWork((0,)))  # The embedding.
     frozen = None
-    if stored is not None and adapter is not None:
+    if stored is not None:
         frozen = FrozenBase(stored, adapter, trained_params)
     return PlannedModel(
         shape.name, tuple(groups), tuple(works), moments, shape.num_params, shape.hidden,
@@ -169,11 +172,11 @@ def _units_of_block(
     stored: StoredModel | None,
 ) -> list[UnitTensors]:
     block, name = shape.blocks[layer], f"block {layer}"
-    if stored is None or adapter is None:
+    if stored is None:
         active = {w.name: block.per_token(w.numel) for w in block.weights if w.part == "experts"}
         return [_trained(name, block.weights, dtype, active)]
     units = []
-    trained, active_params = adapter_size(block, adapter)
+    trained, active_params = (0, 0) if adapter is None else adapter_size(block, adapter)
     if trained:
         weight = Weight("adapter", (trained,))
         units.append(_trained(name, (weight,), dtype, {weight.name: active_params}))

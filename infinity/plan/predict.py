@@ -90,7 +90,8 @@ class Forecast:
     def flops_per_s(self) -> float:
         """FLOPs per second of the model's own arithmetic, without recomputation: 3 times the
         forward, if all weights are trained."""
-        own = sum((1 + use.gradient_ratio) * use.forward_flops for use in self.job.uses)
+        has_backward = self.batch.has_backward
+        own = sum((1 + has_backward * u.gradient_ratio) * u.forward_flops for u in self.job.uses)
         return own * self.num_ranks * self.batch.num_micro_batches / self.step.step_s
 
     @property
@@ -210,7 +211,7 @@ def _job(
     *,
     num_nodes: int,
 ) -> StepSpec:
-    tier = saved_on(config, budgets)
+    tier = saved_on(config, budgets) if batch.has_backward else "device"
     saved_nbytes = input_nbytes(config, model, batch) if tier != "device" else 0
     inputs_nbytes = None
     if config.placement.activations[0] == "host":

@@ -29,11 +29,27 @@ class Batch:
     sequence_length: int
     num_micro_batches: int = 1
     recomputes: bool = True  # Whether the backward recomputes activations.
+    has_backward: bool = True  # Else a step is one sweep over the weights, as `score` makes it.
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of all micro-batches, of one rank."""
         return self.num_tokens * self.num_micro_batches
+
+    @property
+    def name(self) -> str:
+        """The word for what passes the weights: a "step" has a backward, a "sweep" none."""
+        return "step" if self.has_backward else "sweep"
+
+
+# Of `infinity score`, where each sequence of a sweep is a suspended thread.
+MOST_SEQUENCES = 256
+
+
+def most_tokens(*, on_host: bool) -> int:
+    """Returns the tokens of a sweep without gradients by default, for a device that computes on the
+    host's memory or on its own."""
+    return 1 << 15 if on_host else 1 << 17
 
 
 # Nothing is known of a program of the user's own.
@@ -87,7 +103,7 @@ def make_job(
         num_micro_batches=batch.num_micro_batches,
         num_fibers=num_fibers,
         tile_micro_batches=config.schedule.tile_micro_batches,
-        backward_ratio=3.0 if batch.recomputes else 2.0,
+        backward_ratio=(3.0 if batch.recomputes else 2.0) if batch.has_backward else 0.0,
         weights_cache_nbytes=0 if budgets.is_tight else cache_nbytes,
         device_cache_nbytes=device_cache_nbytes,
         ring_nbytes=max(budgets.ring_nbytes, 1),

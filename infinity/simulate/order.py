@@ -68,8 +68,9 @@ def moves(
 ) -> list[Move]:  # fmt: skip
     """Returns the moves of one pass. `num_fibers` micro-batches pass block by block, and
     `tile_micro_batches` pass a block with tiles together. `backward_ratio`: see `StepSpec`; above
-    2, the forward of a block is repeated. `keeps_experts`: the outputs of experts are kept for that
-    forward, so that each direction uses each of their tiles once."""
+    2, the forward of a block is repeated, and with 0 there is no backward. `keeps_experts`: the
+    outputs of experts are kept for that forward, so that each direction uses each of their tiles
+    once."""
     numbers = groupby(range(len(uses)), key=lambda index: uses[index].block)
     segments = [(block is not None, list(indexes)) for block, indexes in numbers]
     num_groups = -(-num_fibers // tile_micro_batches)
@@ -81,8 +82,10 @@ def moves(
             continue
         for _ in range(num_fibers):
             found += order.forward(segment)
-            if segment is segments[-1][1]:
+            if backward_ratio and segment is segments[-1][1]:
                 found += order.backward(segment)
+    if not backward_ratio:
+        return found
     for is_block, segment in reversed(segments):
         if is_block:
             found += order.block_backward(segment)

@@ -146,9 +146,9 @@ class StepSpec:
     `weights_cache_nbytes` is host memory for weights in transit, and `device_cache_nbytes` the same
     on the device (None if it computes on host memory). `ring_nbytes` of state are in memory at the
     same time. `backward_ratio` is the backward's FLOPs over the forward's: 2, or 3 with
-    recomputation, if all weights are trained. A micro-batch may stand for `num_fibers` of them that
-    pass block by block, `tile_micro_batches` at a time in a block with tiles. `keeps_experts`: see
-    `moves`.
+    recomputation, if all weights are trained, 0 without a backward. A micro-batch may stand for
+    `num_fibers` of them that pass block by block, `tile_micro_batches` at a time in a block with
+    tiles. `keeps_experts`: see `moves`.
     """
 
     units: tuple[UnitLoad, ...]

@@ -107,6 +107,26 @@ def test_a_batch_that_does_not_fit_is_no_advice() -> None:
     assert "layer inputs take" not in plan(*layers, "placement.activations=nvme")
 
 
+def test_a_sweep_of_scores_reads_the_base_once_and_has_no_backward() -> None:
+    """Of K2 on one H200 with four drives: 31.7 B parameters multiply each of 131,072 tokens, which
+    takes 400 TFLOPS longer than drives of 28 GB/s read 594 GB. So computing is what 6,000 tokens/s
+    lack."""
+    where = ("--score", "--model", "kimi-k2-int4", "--hardware", "1xh200-4nvme")
+    found = in_numbers(*where, "--data-tokens", "10M")
+    tokens, stored_nbytes = found["batch"]["tokens_per_step"], found["model"]["stored_nbytes"]
+    assert (tokens, found["model"]["trained_params"]) == (131_072, 0)
+    assert 0.5 * stored_nbytes < found["moved_nbytes"]["checkpoint_read"] <= stored_nbytes
+    assert found["moved_nbytes"].keys() == {"checkpoint_read", "h2d"}
+    assert stored_nbytes / 28e9 < found["busy_s"]["compute"] < found["step_s"]
+    assert 5_500 < tokens / found["busy_s"]["compute"] < 6_000
+    assert found["answer"]["data"]["num_steps"] == 77
+    assert "A sweep of 131,072 tokens takes" in found["answer"]["text"]
+    assert "updates" not in plan(*where) and "the hidden states of a sweep take" not in plan(*where)
+    assert "the hidden states of a sweep take" in plan(
+        *where, "--tokens", "8000000", "--sequence", "65536"
+    )
+
+
 def test_the_list_names_what_is_shipped() -> None:
     said = plan("--list")
     assert "dgx-2" in said and "kimi-k2" in said
@@ -119,6 +139,8 @@ def test_the_list_names_what_is_shipped() -> None:
         (["--params", "many", "--hardware", "dgx-2"], "such as 124M"),
         (["--model", "gpt-1t", "--params", "1T"], "leave one out"),
         (["--model", "gpt-1t", "--hardware", "laptop"], "rtx4090-desktop"),
+        (["--model", "gpt-1t", "--score", "--lora", "8"], "--score trains nothing"),
+        (["--model", "gpt-1t", "--score", "--ranks", "2"], "--score is for one rank"),
         (["--model", "llama-3-405b", "--hardware", "rtx4090-desktop"], "nvme tier"),
         (["--model", "kimi-k2", "--hardware", "rtx4090-desktop"], "change tiers.nvme"),
         (["--model", "kimi-k2", "--hardware", "rtx4090-desktop", "--set", "schedule.tile=0"],

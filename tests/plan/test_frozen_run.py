@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import infinity
 from infinity.config import SwapConfig
 from infinity.plan import Batch, forecast
-from infinity.plan.model import model_of_module
+from infinity.plan.directory import read_directory
+from infinity.plan.model import model_for, model_of_module
 from tests.support.exhaustive import sampled
 from tests.support.machines import ANY_MACHINE
 
@@ -88,3 +89,29 @@ def test_bytes_of_an_adapters_step_are_those_of_a_run(
     assert found["nvme_read"] == pytest.approx(ran["nvme_read"], rel=within)
     frozen = sum(unit.weight_nbytes for unit in model.units if not unit.state_numel)
     assert 0 < ran["nvme_read"] < 2 * frozen
+
+
+@pytest.mark.parametrize(("host", "num_reads"), [("7MiB", 1), ("24MiB", 0)])
+def test_a_sweep_without_a_backward_reads_the_files_once_or_keeps_them(
+    tmp_path: Path, host: str, num_reads: int
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(SHAPE, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    table = {
+        "tiers": {"host": {"capacity": host}},
+        "schedule": {"micro_batch": 1},
+        "precision": {"compute": "bfloat16"},
+    }
+    model = infinity.from_pretrained(tmp_path, table, is_frozen=True)
+    engine, read_nbytes = infinity.engine_of(model), []
+    for _ in range(2):
+        ids = list(torch.randint(256, (2, 1, LENGTH)))
+        infinity.forward(model, lambda x: model(input_ids=x, use_cache=False), ids)
+        read_nbytes.append(int(engine.counters.snapshot()["nvme_read_nbytes"]))
+    infinity.close(model)
+    settings, directory = SwapConfig.load(table), read_directory(tmp_path)
+    planned = model_for(settings, directory.shape, directory.stored, is_frozen=True)
+    batch = Batch(2 * LENGTH, LENGTH, has_backward=False)
+    moved = forecast(settings, planned, ANY_MACHINE, batch).step.moved_nbytes
+    assert moved.get("checkpoint_read", 0) == read_nbytes[1] - read_nbytes[0]
+    assert read_nbytes[1] - read_nbytes[0] == num_reads * read_nbytes[0]

@@ -63,6 +63,10 @@ class PlanOptions:
             min=1,
         ),
     ] = None
+    score: Annotated[
+        bool,
+        flag("--score", "Plan `infinity score`: sweeps over frozen weights, without a backward."),
+    ] = False
     experts: Annotated[
         bool, flag("--experts", "With an adapter: adapt the routed experts, too.")
     ] = False
@@ -160,6 +164,10 @@ def _refuse(asked: PlanOptions) -> None:
             "expected CONFIG, --model or --params; `infinity plan --list` has names, and --table "
             "says which model trains on which machine"
         )
+    if asked.score and (asked.lora, asked.experts, asked.accumulation) != (None, False, None):
+        raise ConfigError("--score trains nothing; leave out --lora, --experts and --accumulation")
+    if asked.score and (asked.ranks, asked.nodes, asked.write) != (1, 1, None):
+        raise ConfigError("--score is for one rank; leave out --ranks, --nodes and --write")
     if asked.data_tokens is not None and asked.examples is not None:
         raise ConfigError("expected --data-tokens or --examples, got both; leave one out")
     if config is not None and not config.is_file():
@@ -202,7 +210,7 @@ def _predict(asked: PlanOptions) -> None:
     by_name = asked.model is not None or asked.params is not None
     config = _load_config(
         asked.config, overrides, asked.hardware, by_name=by_name,
-        is_quantised=directory is not None and directory.stored.is_quantised,
+        is_quantised=not asked.score and directory is not None and directory.stored.is_quantised,
     )  # fmt: skip
     _show(asked, config, directory)
 
@@ -251,6 +259,7 @@ def _train_by_layers(table: dict[str, Any]) -> None:
 
 
 def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | None) -> None:
+    from infinity.config.schema import changed
     from infinity.plan import forecast
     from infinity.tools.plan import report
     from infinity.tools.plan.advice import advise
@@ -261,13 +270,20 @@ def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | No
         on_other_drives,
         parse_count,
         planned_model,
+        sweep_for,
     )
 
     by_name = asked.model is not None or asked.params is not None
     if not by_name:
-        directory = frozen_directory_of(config)
-    model, drives = planned_model(config, directory, asked.model, asked.params, asked.drives)
-    batch = batch_for(config, asked.tokens, asked.sequence, asked.accumulation, by_name=by_name)
+        directory = frozen_directory_of(config, is_scored=asked.score)
+    model, drives = planned_model(
+        config, directory, asked.model, asked.params, asked.drives, is_scored=asked.score
+    )
+    if asked.score:
+        batch = sweep_for(config, asked.hardware, asked.tokens, asked.sequence)
+        config = changed(config, {"adapter": None, "schedule.micro_batch": 1})
+    else:
+        batch = batch_for(config, asked.tokens, asked.sequence, asked.accumulation, by_name=by_name)
     machine = machine_for(asked.hardware, config, model, batch, directory)
     count = asked.data_tokens or asked.examples
     data = None if count is None else parse_count(count, "--data-tokens")

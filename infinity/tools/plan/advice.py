@@ -104,7 +104,8 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
         if ranks.stage == 3 and not ranks.is_over_node:
             change = "frozen weights divided over each node (distributed.shard_over)"
             yield change, file({"distributed.shard_over": "node"})
-    if device.update_gb_per_s is not None and not hardware.shares_host_memory:
+    is_updated = batch.has_backward and not hardware.shares_host_memory
+    if device.update_gb_per_s is not None and is_updated:
         other: Place = "host" if base.update_place.is_on_device else "device"
         yield f"updates on the {other} (schedule.update_on)", file({"schedule.update_on": other})
     if batch.num_micro_batches > 1 and config.schedule.micro_batch is None:
@@ -115,7 +116,7 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
         )
     larger = replace(batch, num_tokens=2 * batch.num_tokens)
     if base.model.frozen is not None and config.schedule.micro_batch is not None:
-        yield "twice as many tokens a step", (config, hardware, larger)
+        yield f"twice as many tokens a {base.batch.name}", (config, hardware, larger)
         return
     yield "micro-batches twice as large", (config, hardware, larger)
     more = replace(batch, num_micro_batches=2 * batch.num_micro_batches)

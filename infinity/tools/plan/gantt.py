@@ -58,7 +58,7 @@ def save_page(forecast: Forecast, found: Answer, path: Path) -> None:
 
 def picture_of(forecast: Forecast) -> TrackPicture:
     """Returns the picture. Its title says what binds the step."""
-    step = forecast.step
+    step, name = forecast.step, forecast.batch.name
     busy = [track for track in TRACK_TITLES if step.busy_s.get(track)]
     # Reads of the first units may begin long before the step, while it waits for something else.
     margin_s = 0.03 * step.step_s
@@ -67,9 +67,9 @@ def picture_of(forecast: Forecast) -> TrackPicture:
     tracks = {track: _bars(forecast, track) for track in busy}
     shown = {bars.color for groups in tracks.values() for bars in groups}
     return TrackPicture(
-        title=f"{forecast.model.name} on {forecast.hardware.name}{ranks}: a step of "
+        title=f"{forecast.model.name} on {forecast.hardware.name}{ranks}: a {name} of "
         f"{duration(step.step_s)},\n{TRACK_TITLES[step.binding]} busy {share:.0%} of it "
-        "(simulated; the step lies between the lines)",
+        f"(simulated; the {name} lies between the lines)",
         time_label="seconds from the optimizer's decision",
         tracks=[(TRACK_TITLES[track], groups) for track, groups in tracks.items()],
         edges=(0.0, step.step_s),

@@ -44,7 +44,9 @@ def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict
             else frozen.trained_params,
             "stored_nbytes": None if frozen is None else frozen.stored.nbytes,
             "formats": None if frozen is None else frozen.stored.formats,
-            "adapter": None if frozen is None else frozen.adapter.model_dump(mode="json"),
+            "adapter": frozen.adapter.model_dump(mode="json")
+            if frozen is not None and frozen.adapter is not None
+            else None,
         },
         "hardware": forecast.hardware.model_dump(),
         "batch": asdict(batch) | {"tokens_per_step": batch.tokens_per_step},
@@ -74,7 +76,8 @@ def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict
 def to_text(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> str:
     """Returns the answer in a few sentences, then one or two dozen lines for a reader."""
     model, batch, step = forecast.model, forecast.batch, forecast.step
-    hardware, place = forecast.hardware, forecast.update_place
+    hardware, place, name = forecast.hardware, forecast.update_place, forecast.batch.name
+    is_updated = batch.has_backward and not hardware.shares_host_memory
     lines = [
         *sentences(forecast, found),
         "",
@@ -87,23 +90,23 @@ def to_text(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> str:
         *_frozen(forecast),
         f"on {hardware.name}",
         *_ranks(forecast),
-        f"{batch.tokens_per_step:,} tokens a step: {batch.num_micro_batches} x "
+        f"{batch.tokens_per_step:,} tokens a {name}: {batch.num_micro_batches} x "
         f"{batch.num_tokens:,} in sequences of {batch.sequence_length:,}"
-        + (", activations recomputed" if batch.recomputes else ""),
+        + (", activations recomputed" if batch.recomputes and batch.has_backward else ""),
         "",
         "where state rests" + _of_a_rank(forecast),
         *_places(forecast),
         *_taken(forecast),
         "",
-        "bytes a step" + " " * 18 + "busy, of the step" + _of_a_rank(forecast),
+        f"bytes a {name:<22}busy, of the {name}" + _of_a_rank(forecast),
         *_links(forecast),
         *_idle(forecast),
         "",
-        f"step      {duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s"
+        f"{name:<10}{duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s"
         + (", " if forecast.ranks is None else " of all ranks, ")
         + f"{flops(forecast.flops_per_s)} of the model",
         f"binding   {_binding(forecast)}",
-        *([] if hardware.shares_host_memory else [f"updates   on the {place.place}: {place.why}"]),
+        *([f"updates   on the {place.place}: {place.why}"] if is_updated else []),
         *_helps(advice),
         *_endurance(forecast),
         *(f"warning   {text}" for text in forecast.warnings),
@@ -122,8 +125,8 @@ def _frozen(forecast: Forecast) -> list[str]:
     bits = 8 * frozen.stored.nbytes / forecast.model.num_params
     return [
         f"frozen, {format_nbytes(frozen.stored.nbytes)} in its checkpoint "
-        f"({frozen.stored.formats}; {bits:.3g} bits a parameter), {where}; "
-        f"{count(frozen.trained_params)} parameters trained"
+        f"({frozen.stored.formats}; {bits:.3g} bits a parameter), {where}"
+        + (f"; {count(frozen.trained_params)} parameters trained" if frozen.adapter else "")
     ]
 
 
@@ -233,9 +236,10 @@ def _binding(forecast: Forecast) -> str:
     step = forecast.step
     share = step.busy_s[step.binding] / step.step_s
     if share >= _BINDING_SHARE:
-        return f"{TRACK_TITLES[step.binding]}, busy {share:.0%} of the step"
+        return f"{TRACK_TITLES[step.binding]}, busy {share:.0%} of the {forecast.batch.name}"
     return (
-        f"nothing alone; {TRACK_TITLES[step.binding]} most, busy {share:.0%} of the step. The rest "
+        f"nothing alone; {TRACK_TITLES[step.binding]} most, busy {share:.0%} of the "
+        f"{forecast.batch.name}. The rest "
         "is waiting for one another"
     )
 
@@ -374,15 +378,15 @@ def sentences(forecast: Forecast, found: Answer) -> list[str]:
         bound = "nothing binds alone"
     reads = f"; it reads {decimal(found.read_nbytes)}" if found.read_nbytes else ""
     second = (
-        f"A step of {tokens:,} tokens takes {duration(found.step_s)} "
+        f"A {forecast.batch.name} of {tokens:,} tokens takes {duration(found.step_s)} "
         f"({found.tokens_per_s:,.4g} tokens/s): {bound}{reads}."
     )
     return [
         first,
         second,
         *_of_copy(forecast, found),
-        _of_data(found),
-        *_of_drives(found),
+        _of_data(found, forecast.batch.name),
+        *_of_drives(found, forecast.batch.name),
         *_of_experts(forecast),
     ]
 
@@ -437,12 +441,14 @@ def _what(forecast: Forecast) -> str:
     frozen = forecast.model.frozen
     if frozen is None:
         return f"training all weights of {forecast.model.name}"
-    adapter = frozen.adapter
+    adapter, stored = frozen.adapter, f"{decimal(frozen.stored.nbytes)} as stored"
+    if adapter is None:
+        return f"scoring under {forecast.model.name} ({stored})"
     method = "LoRA" if adapter.method == "lora" else "DoRA"
     where = ", experts included" if adapter.experts else ""
     return (
         f"{method} of rank {adapter.rank}{where} ({count(frozen.trained_params)} parameters) "
-        f"over {forecast.model.name} ({decimal(frozen.stored.nbytes)} as stored)"
+        f"over {forecast.model.name} ({stored})"
     )
 
 
@@ -475,13 +481,13 @@ def _of_copy(forecast: Forecast, found: Answer) -> list[str]:
     ]
 
 
-def _of_data(found: Answer) -> str:
+def _of_data(found: Answer, name: str) -> str:
     lines = []
     if found.data is not None:
         data = found.data
         lines.append(
             f"{data.num_tokens:,} tokens of data take {duration(data.seconds)} "
-            f"({data.num_steps:,} steps)"
+            f"({data.num_steps:,} {name}s)"
         )
     if not found.written_nbytes:
         lines.append("nothing is written to the drives")
@@ -490,12 +496,12 @@ def _of_data(found: Answer) -> str:
         if found.endurance_steps is not None:
             worn = f", which wears them out after {found.endurance_steps:,.0f} steps"
             worn += f" ({duration(found.endurance_steps * found.step_s)} of training)"
-        lines.append(f"a step writes {decimal(found.written_nbytes)} to the drives{worn}")
+        lines.append(f"a {name} writes {decimal(found.written_nbytes)} to the drives{worn}")
     text = "; ".join(lines)
     return text[0].upper() + text[1:] + "."
 
 
-def _of_drives(found: Answer) -> list[str]:
+def _of_drives(found: Answer, name: str) -> list[str]:
     other, drives = found.other_drives, found.checkpoint_drives
     if other is None or drives is None:
         return []
@@ -505,11 +511,11 @@ def _of_drives(found: Answer) -> list[str]:
     if other.drives > drives:
         return [
             f"The checkpoint is on {_number(drives)}; spread over {other.drives} "
-            f"(infinity spread) a step takes {duration(other.step_s)}."
+            f"(infinity spread) a {name} takes {duration(other.step_s)}."
         ]
     return [
         f"The checkpoint is spread over {_number(drives)} (infinity spread); on "
-        f"{_number(other.drives)} a step takes {duration(other.step_s)}."
+        f"{_number(other.drives)} a {name} takes {duration(other.step_s)}."
     ]
 
 

@@ -14,7 +14,8 @@ from infinity.plan.layout import PlannedModel
 from infinity.plan.model import load_shape, model_for, model_of_module
 from infinity.plan.predict import Forecast, forecast_again
 from infinity.plan.shapes import scaled_gpt
-from infinity.simulate.job import UNKNOWN_BATCH, Batch, batch_of
+from infinity.simulate.job import MOST_SEQUENCES, UNKNOWN_BATCH, Batch, batch_of, most_tokens
+from infinity.tiers.open_device import device_kind
 from infinity.tools.plan.measure import measure
 from infinity.tools.training.model import build_model, plan_model, refuse_untrainable
 
@@ -42,32 +43,37 @@ def planned_model(
     name: str | None,
     params: str | None,
     drives: int | None,
+    *,
+    is_scored: bool = False,
 ) -> tuple[PlannedModel, int | None]:
     """Returns the model of a directory, by its shapes, or of the file; and the drives that hold its
-    checkpoint (None: all)."""
-    if config.adapter is None and drives is not None:
+    checkpoint (None: all). `is_scored`: nothing of it is trained."""
+    is_stored = is_scored or config.adapter is not None
+    if drives is not None and not is_stored:
         raise ConfigError("--drives is for an adapter's frozen checkpoint; add --lora RANK")
     if directory is not None:
-        if config.adapter is not None:
+        if is_stored:
             drives = drives or directory.num_drives or None  # None before it is downloaded.
-        refuse_untrainable(directory.path, config)
-        return model_for(config, directory.shape, directory.stored), drives
+        if not is_scored:
+            refuse_untrainable(directory.path, config)
+        return model_for(config, directory.shape, directory.stored, is_frozen=is_scored), drives
     if name is not None:
-        return model_for(config, load_shape(name)), drives
+        return model_for(config, load_shape(name), is_frozen=is_scored), drives
     if params is not None:
-        return model_for(config, scaled_gpt(parse_count(params))), drives
+        shape = scaled_gpt(parse_count(params))
+        return model_for(config, shape, is_frozen=is_scored), drives
     config.require("model", "data", "train")
     require_transformers("infinity plan of a file's [model]")
     return model_of_config(config), None
 
 
-def frozen_directory_of(config: SwapConfig) -> ModelDirectory | None:
+def frozen_directory_of(config: SwapConfig, *, is_scored: bool) -> ModelDirectory | None:
     """Returns the directory of a file's frozen model; None where all weights are trained."""
-    if config.adapter is None:
+    if config.adapter is None and not is_scored:
         return None
     if config.model is None or config.model.path is None:
         raise ConfigError(
-            "adapter: expected model.path, the directory of the frozen model; got none. "
+            "expected model.path, the directory of the frozen model; got none. "
             "Without a directory, plan a shipped model with --model"
         )
     return read_directory(config.model.path, trusts_code=config.model.trust_remote_code)
@@ -87,7 +93,7 @@ def machine_for(
         # The drive that the checkpoint will be on.
         tier = NvmeTier.model_validate({"path": directory.path})
         config = changed(config, {"tiers.nvme": (tier,)})
-    files = () if config.adapter is None or directory is None else directory.files
+    files = () if model.frozen is None or directory is None else directory.files
     return measure(config, model, batch, files)
 
 
@@ -121,6 +127,19 @@ def batch_for(
         sequence_length=sequence,
         num_micro_batches=accumulation or own.num_micro_batches,
     )
+
+
+def sweep_for(
+    config: SwapConfig, hardware: str | None, tokens: int | None, sequence: int | None
+) -> Batch:
+    """Returns the batch of a sweep of `infinity score`, by default as many tokens as it takes."""
+    if hardware is None:
+        on_host = device_kind(config.tiers.device) == "cpu"
+    else:
+        on_host = load_hardware(hardware).shares_host_memory
+    length = sequence or _SEQUENCE_LENGTH
+    num_tokens = min(tokens or most_tokens(on_host=on_host), MOST_SEQUENCES * length)
+    return Batch(num_tokens, min(length, num_tokens), has_backward=False)
 
 
 def on_other_drives(config: SwapConfig, model: PlannedModel, found: Forecast) -> Forecast | None:

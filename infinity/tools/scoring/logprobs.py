@@ -22,13 +22,12 @@ from torch import nn
 from infinity.api import forward
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.simulate.job import MOST_SEQUENCES
 
 _log = logging.getLogger("infinity")
 
 # Elements of the logits of a slice. fp32 logits and their logarithms take 8 bytes each.
 _MOST_LOGITS = 1 << 27
-# Each sequence of a sweep is a suspended thread.
-_MOST_SEQUENCES = 256
 
 
 T = TypeVar("T")
@@ -106,7 +105,7 @@ def sweeps(
         sweep_tokens = engine_of(model).sweep_tokens
     start = count = 0
     for end, length in enumerate(lengths):
-        if end > start and (count + length > sweep_tokens or end - start == _MOST_SEQUENCES):
+        if end > start and (count + length > sweep_tokens or end - start == MOST_SEQUENCES):
             yield start, end
             start, count = end, 0
         count += length

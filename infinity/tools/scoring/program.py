@@ -236,8 +236,7 @@ def _score(
     num_tokens = sum(map(len, texts))
 
     def read_nbytes() -> int:
-        found = counters.snapshot()
-        return int(found.get("nvme_read_nbytes", 0) + found.get("shard_read_nbytes", 0))
+        return int(counters.snapshot().get("nvme_read_nbytes", 0))
 
     for scores in score_sweeps(
         model, texts, top_k=request.top_k, sweep_tokens=request.sweep_tokens
