@@ -126,18 +126,15 @@ app = typer.Typer(
 )
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("infinity-offload")
-    except PackageNotFoundError:  # Run from a source tree that is not installed.
-        return "0+unknown"
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"infinity {_version()}")
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("infinity-offload")
+        except PackageNotFoundError:  # Run from a source tree that is not installed.
+            found = "0+unknown"
+        typer.echo(f"infinity {found}")
         raise typer.Exit()
 
 

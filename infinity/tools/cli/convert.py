@@ -158,11 +158,18 @@ def export(
     """
     from infinity.checkpoint.run.directory import find_checkpoint
     from infinity.config import SwapConfig
+    from infinity.config.paths import refuse_absent_model_of
+    from infinity.tools.training.settle import settle
 
-    max_shard_nbytes = _nbytes(max_shard_size)
+    try:
+        max_shard_nbytes = parse_nbytes(max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard: {error}") from None
     found = find_checkpoint(checkpoint)
     loaded = _config_above(found) if config is None else SwapConfig.load(config)
-    loaded = None if loaded is None else _settled(loaded)
+    if loaded is not None:
+        refuse_absent_model_of(loaded)
+        loaded = settle(loaded)
     from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
 
     if to == "dcp":
@@ -174,13 +181,16 @@ def export(
                 f"{found}: the architecture is not known, as no infinity-run.json is above it; "
                 "name the swap-tier file of the run with --config FILE"
             )
+        from infinity.tools.training.tokenizers import open_tokenizer
+
+        data = loaded.data
         files = export_checkpoint_safetensors(
             found,
             out,
             _model_on_meta(loaded),
             master=to == "fp32",
             max_shard_nbytes=max_shard_nbytes,
-            tokenizer=_tokenizer(loaded),
+            tokenizer=None if data is None else open_tokenizer(data.tokenizer).tokenizer,
         )
     nbytes = sum(file.stat().st_size for file in files)
     names = sorted(file.name for file in files)
@@ -195,35 +205,12 @@ def _config_above(checkpoint: Path) -> SwapConfig | None:
     return next((run for run in map(config_of_run, places) if run is not None), None)
 
 
-def _settled(config: SwapConfig) -> SwapConfig:
-    from infinity.config.paths import refuse_absent_model_of
-    from infinity.tools.training.settle import settle
-
-    refuse_absent_model_of(config)
-    return settle(config)
-
-
-def _nbytes(text: str) -> int:
-    try:
-        return parse_nbytes(text)
-    except ValueError as error:
-        raise ConfigError(f"--max-shard: {error}") from None
-
-
 def _model_on_meta(config: SwapConfig) -> Any:
     from infinity.tools.training.model import build_model, plan_model
 
     config.require("model", "train")
     assert config.model is not None
     return build_model(plan_model(config.model), config)
-
-
-def _tokenizer(config: SwapConfig) -> Any:
-    from infinity.tools.training.tokenizers import open_tokenizer
-
-    if config.data is None:
-        return None
-    return open_tokenizer(config.data.tokenizer).tokenizer
 
 
 # -- Spread: the shards of a checkpoint over several drives ----------------------------------------

@@ -267,13 +267,10 @@ def _clean(directory: Path, *, commits: bool, dry_run: bool) -> Left:
         return Left(path, "clean", 0, "")
     held = next((swap for swap in swaps if swap.is_held), None)
     if held is not None:
-        return Left(path, "in use", nbytes, _holder(held))
+        who = f"process {held.holder.get('pid')} on {held.holder.get('host')}"
+        return Left(path, "in use", nbytes, who)
     if steps and not commits:
         return Left(path, "kept", nbytes, "a run can be resumed from it; --commits removes it")
     if dry_run:
         return Left(path, "stale", nbytes, ", ".join(file.name for s in swaps for file in s.files))
     return Left(path, "removed", nbytes, ", ".join(remove_contents(directory, swaps)))
-
-
-def _holder(swap: SwapContents) -> str:
-    return f"process {swap.holder.get('pid')} on {swap.holder.get('host')}"

@@ -297,10 +297,11 @@ def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | No
     advice = advise(config, model, found)
     reply(report.to_dict(found, said, advice), report.to_text(found, said, advice))
     if asked.plot is not None or asked.html is not None:
+        from infinity.tools.pictures.timeline import paint
         from infinity.tools.plan import gantt
 
         if asked.plot is not None:
-            gantt.save(found, asked.plot)
+            paint(asked.plot, gantt.picture_of(found))
         if asked.html is not None:
             gantt.save_page(found, said, asked.html)
 

@@ -14,8 +14,8 @@ from infinity.observe import chrome
 from infinity.observe.step_summary import Stall, StepSummary, summarize
 from infinity.sizes import format_nbytes
 from infinity.tools.cli.options import arg, opt, reply
-from infinity.tools.pictures.steps import choose, draw, picture_of
-from infinity.tools.pictures.timeline import milliseconds, write_page
+from infinity.tools.pictures.steps import choose, picture_of
+from infinity.tools.pictures.timeline import milliseconds, paint, write_page
 
 _LEAST_SHARE = 0.001  # Share of the step; shorter stalls are not listed.
 
@@ -40,7 +40,7 @@ def summary(
     spans = chrome.read(file)
     steps = summarize(spans, num_stalls=stalls)
     if plot is not None:
-        draw(spans, choose(steps, step), plot)
+        paint(plot, picture_of(spans, choose(steps, step)))
     lines = [line for step in steps for line in (*lines_of(step), "")]
     reply([dataclasses.asdict(step) for step in steps], "\n".join(lines))
 

@@ -39,7 +39,7 @@ _BESIDE = (
     "generation_config.json", "LICENSE*",
 )  # fmt: skip
 _ROPE_FACTORS = "rope_freqs.weight"
-_MERGED_ORDER = ("gate", "up")  # Halves of `gate_up_proj`, as transformers merges them.
+_MERGED_LAST = "up"  # The second half of `gate_up_proj`, as transformers merges them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +147,14 @@ def _plan(source: GgufSource, say: Callable[[str], None]) -> DirectoryPlan:
         raise ConfigError(f"{source.path} has no tensor for {listed(missing)}")
     file_of = {name: index for index, file in enumerate(source.tensors) for name in file}
     for target, tensors in parts.items():
-        tensors.sort(key=lambda tensor: _place_in_merged(tensor.name))
-        shape = tuple(expected[target].shape)
-        shard = _shard_name(file_of[tensors[0].name], len(source.files))
+        tensors.sort(key=lambda tensor: f"ffn_{_MERGED_LAST}_" in tensor.name)
+        shape, count = tuple(expected[target].shape), len(source.files)
+        shard = SINGLE_NAME
+        if count > 1:
+            shard = f"model-{file_of[tensors[0].name] + 1:05}-of-{count:05}.safetensors"
         outcome = _planned(target, shape, tensors, processor)
         plan.add(shard, target, outcome)
     return plan
-
-
-def _shard_name(index: int, count: int) -> str:
-    return SINGLE_NAME if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
-
-
-def _place_in_merged(name: str) -> int:
-    return next((i for i, half in enumerate(_MERGED_ORDER) if f"ffn_{half}_" in name), 0)
 
 
 def _beside(source: GgufSource) -> Path | None:

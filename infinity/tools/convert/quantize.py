@@ -121,7 +121,8 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
     kept, num_quantised = [], 0
     for name in source.names():
         shard, module = source.file_of(name).name, name.removesuffix(".weight")
-        codec = codec_of(_dtype_of(source, name)) if _is_matrix(source, name) else None
+        dtype = _dtype_of_matrix(source, name)
+        codec = None if dtype is None else codec_of(dtype)
         if codec is not None and not _KEPT.search(module) and _fits(codec, source.shape(name)):
             make = _reader(source, name)
             plan.add(shard, name, as_codes(name, source.shape(name), codec, make))
@@ -157,24 +158,19 @@ def _reader(source: WeightSource, name: str) -> Callable[[], torch.Tensor]:
     return lambda: source.read(name)
 
 
-def _dtype_of(source: WeightSource, name: str) -> torch.dtype:
-    dtype = source.stored_dtype(name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _is_matrix(source: WeightSource, name: str) -> bool:
-    """Whether a tensor is the weight of a linear layer. Raises ConfigError for packed experts."""
-    shape = source.shape(name)
-    if source.stored_dtype(name) not in _WIDE:
-        return False
+def _dtype_of_matrix(source: WeightSource, name: str) -> torch.dtype | None:
+    """Returns the dtype of a tensor that is the weight of a linear layer, None of another. Raises
+    ConfigError for packed experts."""
+    shape, dtype = source.shape(name), source.stored_dtype(name)
+    if not isinstance(dtype, torch.dtype) or dtype not in _WIDE:
+        return None
     if len(shape) == 3 and ".experts." in name:
         raise ConfigError(
             f"{source.path}: {listed([name])} packs experts in three dimensions {shape}; these "
             "formats are published with a matrix per expert. Save the model with transformers in "
             "its published layout first"
         )
-    return len(shape) == 2 and name.endswith(".weight")
+    return dtype if len(shape) == 2 and name.endswith(".weight") else None
 
 
 def _fits(codec: Codec, shape: tuple[int, ...]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from infinity.errors import ConfigError
 from infinity.observe.step_summary import Stall, StepSummary, busy_from_ns
@@ -19,7 +18,6 @@ from infinity.tools.pictures.timeline import (
     TrackPicture,
     link_row,
     milliseconds,
-    paint,
 )
 
 _COLORS = {
@@ -47,11 +45,6 @@ def choose(steps: Sequence[StepSummary], number: int | None) -> StepSummary:
             return step
     have = ", ".join(step.step for step in steps)
     raise ConfigError(f"step {number} is not in the trace; it has {have}")
-
-
-def draw(spans: Sequence[Span], step: StepSummary, path: Path) -> None:
-    """Writes the picture of one step, in the format of the suffix. Raises as `paint`."""
-    paint(path, picture_of(spans, step))
 
 
 def picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
@@ -99,13 +92,10 @@ def _end_ns(step: StepSummary) -> int:
     return step.start_ns + round(step.length_s * 1e9)
 
 
-def _color(track: str) -> str:
-    kind = Track(track) if track in _COLORS else Track(track.partition(" ")[0])
-    return _COLORS.get(kind, _OTHER_COLOR)
-
-
 def _bars_of(track: str, named: Sequence[tuple[float, float, str]]) -> Bars:
-    return Bars(_color(track), [bar[:2] for bar in named], [bar[2] for bar in named])
+    kind = Track(track) if track in _COLORS else Track(track.partition(" ")[0])
+    color = _COLORS.get(kind, _OTHER_COLOR)
+    return Bars(color, [bar[:2] for bar in named], [bar[2] for bar in named])
 
 
 def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedInterval]:

@@ -13,21 +13,17 @@ from typing import Any
 
 import torch
 
-from infinity.config import SwapConfig
 from infinity.errors import CapacityError, InfinityError
 from infinity.plan.files import shipped_in
 from infinity.plan.frozen_base import stored_of_shape
 from infinity.plan.hardware import Hardware
-from infinity.plan.layout import PlannedModel
 from infinity.plan.model import load_shape, model_for
-from infinity.plan.predict import Forecast, forecast
-from infinity.simulate.job import batch_of
-from infinity.tools.plan.draft import Wish, fitted_draft
+from infinity.tools.plan.decide import fit
+from infinity.tools.plan.draft import Wish, draft
 from infinity.tools.plan.report import count, decimal
 from infinity.tools.training.settle import settle
 
 _LENGTH, _SEQUENCES = 2048, 16
-_DTYPE = torch.bfloat16
 _NOTE = (
     "A step has 16 sequences of 2,048 tokens on each device. Predicted, with the machines as their "
     "files describe them (infinity plan --list)."
@@ -68,28 +64,16 @@ def published_models() -> list[str]:
 
 def plan_cell(name: str, machine: str, hardware: Hardware, rank: int | None) -> Cell:
     """Plans one model on one machine."""
-    shape = load_shape(name)
+    count = hardware.device.count
     wish = Wish(
         model=Path(name), max_positions=None, rank=rank, experts=False, data=None,
         data_paths=(Path("chat.jsonl"),), swap=(Path("swap"),), output=Path("output"),
-        length=_LENGTH, sequences=_SEQUENCES, is_here=False,
+        length=_LENGTH, sequences=_SEQUENCES * count, num_ranks=count, is_here=False,
     )  # fmt: skip
-    planned: dict[str, PlannedModel] = {}
-
-    def forecaster(config: SwapConfig) -> Forecast:
-        settled = settle(config)
-        if "model" not in planned:
-            planned["model"] = model_for(settled, shape, dtype=_DTYPE)
-        return forecast(
-            settled,
-            planned["model"],
-            hardware,
-            batch_of(settled),
-            num_ranks=hardware.device.count,
-        )
-
+    first = settle(draft(wish, hardware, spills=False).config)
     try:
-        _, said = fitted_draft(wish, hardware, forecaster)
+        model = model_for(first, load_shape(name), dtype=torch.bfloat16)
+        _, said = fit(wish, model, hardware)
     except InfinityError as error:
         tier = _TIERS.get(error.tier, error.tier) if isinstance(error, CapacityError) else "plan"
         return Cell(name, machine, rank, None, None, None, None, f"{tier}: {error}")

@@ -5,11 +5,10 @@ The first records of every file are tokenised; the others count by their bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from infinity.config import SwapConfig
 from infinity.sizes import MIB
@@ -54,7 +53,8 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = 
 
 
 def _read(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
-    records = iter(_records(file))
+    # Records of JSON lines, JSON, Parquet or `datasets`; none of text.
+    records = iter(read_rows(file, needed_columns) if is_records(file) else ())
     first = next(records, None)
     if first is None:
         return _text(file, tokenizer)
@@ -92,12 +92,6 @@ def _with_images(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFa
         rows, kind, open_processor(tokenizer), str(file), assistant_only=True, length=length
     )["num_tokens"]  # fmt: skip
     return DataFacts(IMAGES, len(counts), sum(counts), max(counts, default=0), is_exact=True)
-
-
-def _records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of JSON lines, JSON, Parquet or `datasets`; nothing of text."""
-    if is_records(file):
-        yield from read_rows(file, needed_columns)
 
 
 def _count(file: Path, num_sampled: int, sampled_nbytes: int) -> int:

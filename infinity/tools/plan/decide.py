@@ -34,15 +34,22 @@ def decide(
     model = model_for(first, directory.shape, directory.stored)
     machine = machine_of(first, model, directory)
     drives = directory.num_drives if directory.files and not wish.is_here else None
+    return machine, *fit(wish, model, machine, drives)
+
+
+def fit(
+    wish: Wish, model: PlannedModel, machine: Hardware, shard_drives: int | None = None
+) -> tuple[Draft, Forecast]:
+    """Returns the first draft with which the model fits the machine, as `fitted_draft` does."""
 
     def forecaster(config: SwapConfig) -> Forecast:
         settled = settle(config)
         return forecast(
             settled, model, machine, batch_of(settled), num_ranks=wish.num_ranks,
-            shard_drives=drives,
+            shard_drives=shard_drives,
         )  # fmt: skip
 
-    return machine, *fitted_draft(wish, machine, forecaster)
+    return fitted_draft(wish, machine, forecaster)
 
 
 def sizes_here(config: SwapConfig, *_: object) -> Hardware:

@@ -92,6 +92,7 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
     layer inputs."""
     is_gpu = hardware is not None and not hardware.shares_host_memory
     batch, why = _batch(wish)
+    num_sequences = _num_sequences(wish.data, batch.length)
     percent = _HOST_PERCENT[is_gpu]
     table: Table = {
         "schema": 1,
@@ -103,7 +104,7 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
         "data": {
             "paths": [str(path) for path in wish.data_paths],
             "sequence_length": batch.length,
-            "held_out": _held_out(wish.data, batch),
+            "held_out": 0.01 if num_sequences is None else _share_held_out(num_sequences),
         },
         "train": {
             "steps": batch.steps,
@@ -181,7 +182,7 @@ def _settled(found: Draft, said: Forecast, forecaster: Forecaster) -> tuple[Draf
     """Returns the draft with a budget of host memory no larger than what can be used, and with
     checkpoints every ten minutes."""
     every = max(1, int(_CHECKPOINT_EVERY_S / said.step.step_s))
-    table = _table(found.config)
+    table = found.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     notes = dict(found.notes)
     if every < found.steps:
         table["checkpoint"]["every"] = every
@@ -210,11 +211,6 @@ def _enough_nbytes(said: Forecast) -> int:
     in_use = 2 * (said.model.held_nbytes + said.model.most_decoded_nbytes)
     needed = resting + weights + 2 * in_use + said.saved.get("host", 0) + _SPARE_NBYTES
     return align_up(needed, GIB if needed > 16 * GIB else 64 * MIB)
-
-
-def _table(config: SwapConfig) -> Table:
-    """Returns the keys that the draft has set."""
-    return config.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 def _placement(wish: Wish, *, spills: bool, is_gpu: bool, inputs_on: str) -> Table:
@@ -298,11 +294,6 @@ def _share_held_out(num_sequences: int) -> float:
     if num_sequences < _LEAST_HELD_OUT:
         return 0.0
     return 0.05 if num_sequences < 20 * _LEAST_HELD_OUT else 0.01
-
-
-def _held_out(data: DataFacts | None, batch: _Batch) -> float:
-    num_sequences = _num_sequences(data, batch.length)
-    return 0.01 if num_sequences is None else _share_held_out(num_sequences)
 
 
 def describe_machine(hardware: Hardware) -> str:

@@ -16,7 +16,6 @@ from infinity.tools.pictures.timeline import (
     TrackPicture,
     link_row,
     milliseconds,
-    paint,
     write_page,
 )
 from infinity.tools.plan.report import (
@@ -41,11 +40,6 @@ _COLORS = {
     "gradients": "#c1121f",
     "other": "#8d99ae",
 }
-
-
-def save(forecast: Forecast, path: Path) -> None:
-    """Writes the picture, in the format of the suffix. Raises as `paint`."""
-    paint(path, picture_of(forecast))
 
 
 def save_page(forecast: Forecast, found: Answer, path: Path) -> None:

@@ -25,7 +25,6 @@ import torch
 from infinity.codecs import AffineGroups
 from infinity.config import SwapConfig
 from infinity.config.machine import norm_threads, threads_here
-from infinity.config.schema.tiers import NvmeTier
 from infinity.engine.update_rates import time_updates
 from infinity.errors import ConfigError, StorageError
 from infinity.observe import Counters
@@ -104,6 +103,8 @@ def measure(
             )
         if is_cuda:
             device = measure_cuda(arena, model, found.flops)
+    # One fp32 array is added to another: two are read, one is written.
+    total, part = torch.zeros(16 * MIB), torch.ones(16 * MIB)
     own_threads = threads_here(torch.get_num_threads())
     num_norm_threads = norm_threads(own_threads) if is_cuda else 1  # As the engine does.
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
@@ -113,7 +114,7 @@ def measure(
         host=Host(
             memory=available_host_nbytes(),
             update_gb_per_s=found.update / 1e9,
-            sum_gb_per_s=_sum_gb_per_s(),
+            sum_gb_per_s=3 * part.nbytes / _median_s(lambda: add_(total, part)) / 1e9,
             norm_gb_per_s=_norm_gb_per_s(num_norm_threads),
             norm_threads=num_norm_threads,
             hold_gb_per_s=None if found.hold is None else found.hold / 1e9,
@@ -126,10 +127,6 @@ def measure(
         ),
         nvme=nvme,
     )
-
-
-def _free_nbytes(tier: NvmeTier) -> int:
-    return tier.capacity.resolve(shutil.disk_usage(_existing(tier.path)).free)
 
 
 def _existing(path: Path) -> Path:
@@ -163,7 +160,10 @@ class _Drives:
             read = self._of_files(files)
         if tiers:
             into, out, mixed = tuned_gb_per_s(tiers) or self._of_swap()
-            capacity = sum(_free_nbytes(tier) for tier in tiers)
+            capacity = sum(
+                tier.capacity.resolve(shutil.disk_usage(_existing(tier.path)).free)
+                for tier in tiers
+            )
             return Nvme(
                 drives=len(tiers),
                 capacity=capacity,
@@ -247,12 +247,6 @@ def _segments(engine: StorageEngine, files: Sequence[Path], address: int) -> lis
                 segments.append(Segment(file, at, address + used_nbytes, nbytes))
                 used_nbytes += nbytes
     return segments
-
-
-def _sum_gb_per_s() -> float:
-    """Returns GB/s of adding one fp32 array to another: two are read, one is written."""
-    total, part = torch.zeros(16 * MIB), torch.ones(16 * MIB)
-    return 3 * part.nbytes / _median_s(lambda: add_(total, part)) / 1e9
 
 
 def _norm_gb_per_s(num_threads: int) -> float:

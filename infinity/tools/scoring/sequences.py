@@ -11,7 +11,7 @@ from infinity.config import DataSource
 from infinity.errors import ConfigError
 from infinity.tools.training.chat import CHATML, encode_chats, num_shared
 from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
-from infinity.tools.training.records import kind_of_columns, load_records
+from infinity.tools.training.records import has_messages, kind_of_columns, load_records
 from infinity.tools.training.tokenizers import Tokenizer
 
 
@@ -76,7 +76,7 @@ def _of_records(
         )
     fast = tokenizer.for_records()
     names = list(_names(paths))
-    if "input_ids" not in dataset.column_names and _has_messages(dataset):
+    if "input_ids" not in dataset.column_names and has_messages(dataset):
         fast.chat_template = fast.chat_template or CHATML
         dataset = encode_chats(dataset, kind, fast, place, assistant_only=False)
     for number, row in enumerate(dataset):
@@ -92,12 +92,6 @@ def _of_records(
             ids = list(fast(row["prompt"] + row["completion"])["input_ids"])
             shared = num_shared(prompt, ids)
             yield ScoredSequence(record, name, ids, [0] * shared + [1] * (len(ids) - shared))
-
-
-def _has_messages(dataset: Any) -> bool:
-    from datasets import Json
-
-    return any(isinstance(feature, Json) for feature in dataset.features.values())
 
 
 def _names(paths: Sequence[Path]) -> Iterator[Any]:

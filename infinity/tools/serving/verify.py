@@ -143,18 +143,17 @@ def ask(
 ) -> Served:
     """Returns the served log-probabilities of the sheet's prompts. `model` may be None where the
     server has one. Raises ConfigError."""
-    name = model if model is not None else _only(server.models(), server.url)
+    if model is None:
+        names = server.models()
+        if len(names) != 1:
+            have = listed(names) or "no model"
+            raise ConfigError(f"{server.url} has {have}; name one with --model")
+        model = names[0]
     found = []
     for number, prompt in enumerate(sheet.prompts):
         progress(number)
-        found.append(server.log_probs(name, prompt))
+        found.append(server.log_probs(model, prompt))
     return found
-
-
-def _only(names: list[str], url: str) -> str:
-    if len(names) != 1:
-        raise ConfigError(f"{url} has {listed(names) or 'no model'}; name one with --model")
-    return names[0]
 
 
 # -- Judging ---------------------------------------------------------------------------------------

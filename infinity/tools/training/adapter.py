@@ -235,7 +235,7 @@ def expert_targets(model: nn.Module) -> list[str]:
 def _new_config(model: nn.Module, options: AdapterConfig) -> Any:
     import peft
 
-    alpha = options.alpha
+    alpha, beside = options.alpha, [re.escape(name) for name in towers(model)]
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=options.rank,
@@ -245,15 +245,9 @@ def _new_config(model: nn.Module, options: AdapterConfig) -> Any:
         use_dora=options.method == "dora",
         target_modules=_target_modules(model, options.targets),
         target_parameters=expert_targets(model) if options.experts else None,
-        exclude_modules=_of_towers(model),
+        # The modules beside the text model have no adapter.
+        exclude_modules=rf"({'|'.join(beside)})(\..*)?" if beside else None,
     )
-
-
-def _of_towers(model: nn.Module) -> str | None:
-    """Returns the expression of PEFT for the modules beside the text model, which have no
-    adapter."""
-    names = [re.escape(name) for name in towers(model)]
-    return rf"({'|'.join(names)})(\..*)?" if names else None
 
 
 def _target_modules(model: nn.Module, targets: tuple[str, ...]) -> Any:

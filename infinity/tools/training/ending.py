@@ -71,7 +71,9 @@ def model_card(config: SwapConfig, summary: Summary, kind: str) -> str:
         f"{config.data.sequence_length} tokens",
         "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}, "
         f"schedule {train.schedule}",
-        "loss": _fall(numbers["loss_first"], numbers["loss_last_mean"]),
+        "loss": "{loss_first:.3f} to {loss_last_mean:.3f}".format_map(numbers)
+        if summary.losses
+        else "",
         "held-out loss": ", ".join(
             f"{loss:.3f} at {step}" for step, loss in summary.held_out_losses
         ),
@@ -81,10 +83,6 @@ def model_card(config: SwapConfig, summary: Summary, kind: str) -> str:
     }
     table = "".join(f"| {row} | {said} |\n" for row, said in rows.items() if said)
     return f"---\n{data.to_yaml()}\n---\n\n# {base}: {how}\n\n| | |\n| --- | --- |\n{table}"
-
-
-def _fall(first: float | None, last: float | None) -> str:
-    return "" if first is None or last is None else f"{first:.3f} to {last:.3f}"
 
 
 def _hardware() -> str:

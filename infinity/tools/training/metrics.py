@@ -129,7 +129,9 @@ class MetricsFile:
         """Begins a new file with the kept lines of the previous one."""
         if self._name.is_symlink() and self._name.is_file():
             self._path = Path(os.path.realpath(self._name))
-        elif os.path.lexists(self._name) and not _is_readable_file(self._name):
+        elif os.path.lexists(self._name) and not (
+            stat.S_ISREG(os.lstat(self._name).st_mode) and os.access(self._name, os.R_OK)
+        ):
             aside = _free_name(self._name)
             os.rename(self._name, aside)
             self._say(f"{self._name} was no file that can be read; it is kept as {aside}")
@@ -236,10 +238,6 @@ def is_metrics(path: Path) -> bool:
         return False
     # A crash may have cut the line short.
     return not line or line.startswith(b'{"step": ') or _step_of(line) is not None
-
-
-def _is_readable_file(path: Path) -> bool:
-    return stat.S_ISREG(os.lstat(path).st_mode) and os.access(path, os.R_OK)
 
 
 def _free_name(path: Path) -> Path:

@@ -77,7 +77,8 @@ class OutputDirectory:
             pass
         names = sorted(set(os.listdir(directory)) - {LOCK_NAME})
         self.is_unmarked = bool(names) and MARKER_NAME not in names
-        if self.is_unmarked and not _is_inside(resumed, directory):
+        is_inside = resumed is not None and resumed.resolve().is_relative_to(directory.resolve())
+        if self.is_unmarked and not is_inside:
             raise ConfigError(_foreign(directory, names))
         self._lock = _locked(directory)
 
@@ -151,10 +152,6 @@ def _foreign(directory: Path, names: list[str]) -> str:
         "another directory, or empty it; if a run of yours wrote it and only that file was lost, "
         f"go on after `touch {directory / MARKER_NAME}`"
     )
-
-
-def _is_inside(path: Path | None, directory: Path) -> bool:
-    return path is not None and path.resolve().is_relative_to(directory.resolve())
 
 
 def _locked(directory: Path) -> int:

@@ -156,9 +156,7 @@ def mark_conversations(
 
     Gives a tokenizer without a chat template ChatML.
     """
-    from datasets import Json
-
-    if not any(isinstance(feature, Json) for feature in dataset.features.values()):
+    if not has_messages(dataset):
         return dataset
     if not tokenizer.chat_template:
         tokenizer.chat_template = CHATML
@@ -170,6 +168,13 @@ def mark_conversations(
             place, num_dropped,
         )  # fmt: skip
     return made.remove_columns("record")
+
+
+def has_messages(dataset: Any) -> bool:
+    """Whether its records have messages, which lie in it as JSON."""
+    from datasets import Json
+
+    return any(isinstance(feature, Json) for feature in dataset.features.values())
 
 
 # -- Reading ---------------------------------------------------------------------------------------
