@@ -44,18 +44,23 @@ def release_of(text: str) -> tuple[int, ...]:
     return tuple(int(digits) for digits in re.findall(r"\d+", text)[:2])
 
 
+def installed(package: str) -> str | None:
+    """Returns the release of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def require_release(package: str, what: str) -> None:
     """Raises ConfigError, which names the command, where a package is missing, or older or newer
     than its bounds for `what`. Warns once of a minor release that is newer than all tried ones."""
     tried = TRIED[package]
     wanted = f"{package}{tried.wanted}"
     extra = "infinity-offload" if package == "torch" else "infinity-offload[hf]"
-    try:
-        found = version(package)
-    except PackageNotFoundError:
-        raise ConfigError(
-            f"{what} needs {wanted}, which is not installed: pip install '{extra}'"
-        ) from None
+    found = installed(package)
+    if found is None:
+        raise ConfigError(f"{what} needs {wanted}, which is not installed: pip install '{extra}'")
     release = release_of(found)
     if not tried.oldest <= release < (tried.newest[0] + 1,):
         raise ConfigError(

@@ -73,22 +73,18 @@ def from_pretrained(
         torch.manual_seed(seed)  # Small parameters may keep the values of their constructors.
         model = empty_pretrained(directory, resolved, model_class, model_options)
         if peft_config is not None:
-            model = _with_adapter(model, peft_config, seed)
+            require_release("peft", "infinity.from_pretrained")
+            import peft
+
+            torch.manual_seed(seed)
+            with without_renaming_notice():
+                model = peft.get_peft_model(model, peft_config)
         elif resolved.adapter is not None:
             base = weight_source(directory)
             model = attach_adapter(model, resolved.adapter, base=base, seed=seed)
     if is_frozen:
         model.requires_grad_(False)
     return offload(model, resolved, weights=directory, seed=seed, ignore=ignore)
-
-
-def _with_adapter(model: Any, peft_config: Any, seed: int) -> Any:
-    require_release("peft", "infinity.from_pretrained")
-    import peft
-
-    torch.manual_seed(seed)
-    with without_renaming_notice():
-        return peft.get_peft_model(model, peft_config)
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:

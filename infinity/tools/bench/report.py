@@ -9,7 +9,6 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from infinity.config.extras import installed
 from infinity.config.machine import available_memory_nbytes
 from infinity.storage.arena import Arena
 from infinity.tools.bench import fio
@@ -165,12 +165,9 @@ def parts(rows: Sequence[Row]) -> list[RenderableType]:
 def bandwidth_table(rows: Sequence[Row]) -> Table:
     """A line per subject and ceiling. The share is the median of the rounds' own ratios."""
     table = _table(
-        "Bandwidth in decimal GB/s, median of interleaved rounds; share of the ceiling beside it"
-    )
-    table.add_column("", overflow="fold", min_width=30)
-    for name in ("GB/s", "low - high", "share", "low - high", "CPU s/GB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bytes", no_wrap=True)
+        "Bandwidth in decimal GB/s, median of interleaved rounds; share of the ceiling beside it",
+        "GB/s", "low - high", "share", "low - high", "CPU s/GB",
+    )  # fmt: skip
     for section, case in dict.fromkeys((row.section, row.case) for row in rows):
         group = [row for row in rows if (row.section, row.case) == (section, case)]
         table.add_section()
@@ -211,13 +208,9 @@ def _add_ceiling(table: Table, ceiling: Against, *, is_best: bool, is_shared: bo
 
 def sweep_table(section: str, rows: Sequence[Row]) -> Table:
     """Extent sizes down, depths across; the ceiling is that of the same rounds."""
-    table = _table(f"{section}: GB/s by extent and queue depth (share of the ceiling)")
-    table.add_column("extents", justify="right", no_wrap=True)
-    for depth in dict.fromkeys(row.subject for row in rows):
-        table.add_column(depth, justify="right", no_wrap=True)
-    table.add_column("ceiling", justify="right", no_wrap=True)
-    table.add_column("CPU s/GB", justify="right", no_wrap=True)
-    table.add_column("bytes", no_wrap=True)
+    depths = dict.fromkeys(row.subject for row in rows)
+    title = f"{section}: GB/s by extent and queue depth (share of the ceiling)"
+    table = _table(title, *depths, "ceiling", "CPU s/GB", first="extents")
     for case in dict.fromkeys(row.case for row in rows):
         line = [row for row in rows if row.case == case]
         ceilings = line[0].ceilings
@@ -233,11 +226,7 @@ def sweep_table(section: str, rows: Sequence[Row]) -> Table:
 
 def latency_table(rows: Sequence[Row]) -> Table:
     """Milliseconds from request to answer, one request at a time."""
-    table = _table("Latency of single reads in milliseconds")
-    table.add_column("", no_wrap=True)
-    for name in ("p50", "p90", "p99"):
-        table.add_column(name, justify="right")
-    table.add_column("bytes", no_wrap=True)
+    table = _table("Latency of single reads in milliseconds", "p50", "p90", "p99")
     for case in dict.fromkeys(row.case for row in rows):
         group = [row for row in rows if row.case == case]
         table.add_row(Text(case, style="bold"))
@@ -249,8 +238,14 @@ def latency_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+def _table(title: str, *figures: str, first: str = "") -> Table:
+    """Returns a table with columns of figures between what was measured and the verdict."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column(first, overflow="fold", min_width=0 if first else 30)
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bytes", no_wrap=True)
+    return table
 
 
 def _latencies(latency_s: Mapping[float, float]) -> list[str]:
@@ -299,7 +294,7 @@ def environment_of(
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: installed(name) for name in _PACKAGES},
         "fio": fio.version(),
         "cpu": read_field(root / "proc/cpuinfo", "model name") or platform.machine(),
         "num_cpus": len(os.sched_getaffinity(0)),
@@ -331,10 +326,3 @@ def drive(directory: Path, root: Path = Path("/")) -> dict[str, Any]:
         "max_request_kib": block and read_text(block / "queue/max_sectors_kb"),
         "num_requests": block and read_text(block / "queue/nr_requests"),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -128,13 +128,10 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
+        from infinity.config.extras import installed
 
-        try:
-            found = version("infinity-offload")
-        except PackageNotFoundError:  # Run from a source tree that is not installed.
-            found = "0+unknown"
-        typer.echo(f"infinity {found}")
+        # No release: run from a source tree that is not installed.
+        typer.echo(f"infinity {installed('infinity-offload') or '0+unknown'}")
         raise typer.Exit()
 
 

@@ -174,6 +174,7 @@ def _on_this_machine(config: SwapConfig) -> dict[str, str]:
     """Returns the present values of "auto" and of shares by dotted key. Device memory needs
     torch."""
     from infinity.config.machine import available_memory_nbytes
+    from infinity.tools.doctor.paths import nearest_directory
     from infinity.tools.training.settle import choices
 
     notes = {choice.key: f"{choice.shown} here: {choice.reason}" for choice in choices(config)}
@@ -183,15 +184,8 @@ def _on_this_machine(config: SwapConfig) -> dict[str, str]:
         notes["tiers.host.capacity"] = f"{budget} of the {format_nbytes(available)} available now"
     for index, entry in enumerate(config.tiers.nvme):
         if entry.capacity.nbytes is None:
-            free = _free_nbytes(entry.path)
+            place = os.statvfs(nearest_directory(entry.path))
+            free = place.f_bavail * place.f_frsize
             share = format_nbytes(entry.capacity.resolve(free))
             notes[f"tiers.nvme[{index}].capacity"] = f"at most {share} free now"
     return notes
-
-
-def _free_nbytes(path: Path) -> int:
-    """Returns the free bytes of the file system of `path`, which need not exist."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    stat = os.statvfs(path)
-    return stat.f_bavail * stat.f_frsize

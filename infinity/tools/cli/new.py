@@ -127,7 +127,11 @@ def write_new(asked: NewOptions) -> None:
         )
     text = _text(asked, wish, found, forecast)
     if asked.file is not None:
-        _write_new(asked.file, text)
+        try:
+            with asked.file.open("x", encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError as error:
+            raise ConfigError(f"{asked.file}: cannot be written: {error.strerror}") from None
     elif not wants_json():
         typer.echo(text, nl=False)
     if wants_json():
@@ -184,14 +188,6 @@ def _refuse_model(asked: NewOptions, directory: ModelDirectory) -> None:
             f"--sequence {asked.sequence}: {asked.directory} has {limit} positions, give "
             "fewer tokens"
         )
-
-
-def _write_new(file: Path, text: str) -> None:
-    try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
 
 
 def _wish(asked: NewOptions, directory: ModelDirectory) -> Wish:
@@ -300,10 +296,8 @@ def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> l
     from infinity.tools.plan.draft import describe_machine
 
     lines = [describe_machine(forecast.hardware), *_answer_lines(wish, found, forecast)]
-    file = asked.file
-    if file is None:
-        return lines
-    lines += [f"wrote {file}", f"next: {asked.launch} train {file}"]
+    if asked.file is not None:
+        lines += [f"wrote {asked.file}", f"next: {asked.launch} train {asked.file}"]
     return lines
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import infinity
 from infinity.config import SwapConfig
-from infinity.config.extras import TRIED, release_of
+from infinity.config.extras import TRIED, installed, release_of
 from infinity.config.machine import pci_address
 from infinity.errors import UnsupportedError
 from infinity.namesake import other_distributions, other_places
@@ -192,9 +191,9 @@ def _describe(properties: object) -> Gpu:
 def examine_packages() -> Iterator[Finding]:
     """Yields the findings on packages; PyTorch's is `examine` reports."""
     for package in ("transformers", "peft", "trl"):
-        try:
-            yield check_release(package, version(package))
-        except PackageNotFoundError:
+        if found := installed(package):
+            yield check_release(package, found)
+        else:
             yield ok(package, f"not installed (tried: {TRIED[package]})")
     own = Path(infinity.__file__ or "").parent
     yield check_namesakes(other_distributions(), other_places(own))

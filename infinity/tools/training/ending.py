@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from shlex import quote
 from typing import Literal
 
 from infinity.config import SwapConfig
+from infinity.config.extras import installed
 from infinity.config.hub import model_name, published_name
 from infinity.tools.training.report import Reporter, Summary, clock_of
 
 Event = Literal["end", "failure", "plateau"]
 
 _PATIENCE_S = 30  # For a command of the user's.
+_PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft")
 
 
 def next_commands(config: SwapConfig, summary: Summary) -> list[str]:
@@ -79,7 +78,9 @@ def model_card(config: SwapConfig, summary: Summary, kind: str) -> str:
         ),
         "time": clock_of(numbers["time"]["steps_s"]),
         "hardware": _hardware(),
-        "versions": ", ".join(f"{name} {version}" for name, version in _versions()),
+        "versions": ", ".join(
+            f"{name} {release}" for name in _PACKAGES if (release := installed(name))
+        ),
     }
     table = "".join(f"| {row} | {said} |\n" for row, said in rows.items() if said)
     return f"---\n{data.to_yaml()}\n---\n\n# {base}: {how}\n\n| | |\n| --- | --- |\n{table}"
@@ -91,12 +92,6 @@ def _hardware() -> str:
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
     return f"{os.cpu_count()} processors, no GPU"
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in ("infinity-offload", "torch", "transformers", "trl", "peft"):
-        with suppress(PackageNotFoundError):
-            yield package, version(package)
 
 
 class Notices:

@@ -20,6 +20,7 @@ from typing import Any
 from infinity.bounded import MalformedError, open_regular
 from infinity.checkpoint.durable import link_or_copy, sync_directory
 from infinity.sizes import MIB
+from infinity.storage.lock_file import is_same_file
 
 _LONGEST_LINE_NBYTES = MIB  # Lines have about 700 bytes; longer ones are damage.
 
@@ -97,7 +98,7 @@ class MetricsFile:
     def _write(self) -> None:
         if self._file is None:
             self._begin()
-        elif not self._is_in_place():
+        elif not is_same_file(self._file, str(self._path)):
             self._begin_again()
         while self._pending:
             self._append(self._pending[0][1])
@@ -117,13 +118,6 @@ class MetricsFile:
                 os.ftruncate(fd, self._end_nbytes)
             raise
         self._end_nbytes += len(line)
-
-    def _is_in_place(self) -> bool:
-        assert self._file is not None
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
-        except FileNotFoundError:
-            return False
 
     def _begin(self) -> None:
         """Begins a new file with the kept lines of the previous one."""
