@@ -113,6 +113,13 @@ class StorageError(InfinityError, OSError):
     def __str__(self) -> str:
         return f"[Errno {self.errno}] {self.strerror}"
 
+    def with_detail(self, detail: str) -> StorageError:
+        """Returns the error of the same operation with another reason."""
+        return type(self)(
+            self.errno or 0, operation=self.operation, path=self.path,
+            offset_nbytes=self.offset_nbytes, nbytes=self.nbytes, detail=detail,
+        )  # fmt: skip
+
 
 def storage_error(error: OSError) -> StorageError | None:
     """Returns the StorageError for an OSError about a file, and None for any other OSError."""

@@ -246,14 +246,7 @@ class ShardFiles:
         identity = self.identities.get(error.path)
         changed = None if identity is None else difference(identity)
         reason = error.detail or os.strerror(error.errno or errno.EIO)
-        return StorageError(
-            error.errno or errno.EIO,
-            operation=error.operation,
-            path=error.path,
-            offset_nbytes=error.offset_nbytes,
-            nbytes=error.nbytes,
-            detail=f"{label}: {changed or reason}. Frozen weights rest in this file",
-        )
+        return error.with_detail(f"{label}: {changed or reason}. Frozen weights rest in this file")
 
     def close(self) -> None:
         """Closes the files, after the reads and checks of them. Idempotent."""

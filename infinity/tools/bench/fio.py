@@ -50,10 +50,15 @@ def command(
     No file is made or laid out. Buffers are not altered between writes, which would cost fio CPU
     time that the engine does not spend.
     """
+    access = _RW[kind]
+    if settings.access == "random":
+        access = f"rand{access}"
+    elif settings.access == "strided":  # Skips so many bytes behind each block.
+        access = f"{access}:{settings.block_nbytes}"
     words = [
         "fio", "--output-format=json", "--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1",
         f"--direct={int(direct)}", f"--bs={settings.block_nbytes}", f"--iodepth={settings.depth}",
-        f"--rw={_rw(kind, settings)}", "--mem=malloc", "--scramble_buffers=0",
+        f"--rw={access}", "--mem=malloc", "--scramble_buffers=0",
         "--allow_file_create=0", "--thread", "--lat_percentiles=1",
         "--percentile_list=" + ":".join(f"{100 * point:g}" for point in QUANTILES),
     ]  # fmt: skip
@@ -68,13 +73,6 @@ def command(
         if settings.access != "sequential":
             words.append(f"--io_size={range_nbytes // 2}")
     return words
-
-
-def _rw(kind: TransferKind, settings: IoSettings) -> str:
-    if settings.access == "random":
-        return f"rand{_RW[kind]}"
-    # "read:65536" skips so many bytes behind each block.
-    return _RW[kind] + (f":{settings.block_nbytes}" if settings.access == "strided" else "")
 
 
 def environment(*, huge_pages: bool) -> dict[str, str]:

@@ -73,10 +73,12 @@ def rows_of(results: Sequence[Comparison]) -> list[Row]:
 
 
 def _row_of(result: Comparison, subject: str) -> Row:
-    samples = result.samples[subject]
-    ceilings = [
-        _against(samples, ceiling.name, result.samples[ceiling.name]) for ceiling in result.ceilings
-    ]
+    samples, ceilings = result.samples[subject], []
+    for ceiling in result.ceilings:
+        other = result.samples[ceiling.name]
+        share, latency_s = paired_ratios(samples, other), _median_latency(other)
+        cpu = cpu_s_per_gb(other)
+        ceilings.append(Against(ceiling.name, bandwidth_of(other), share, cpu, latency_s))
     return Row(
         section=result.section,
         case=result.case,
@@ -111,16 +113,6 @@ def to_json(results: Sequence[Comparison], environment: Mapping[str, Any]) -> di
             for name, samples in result.samples.items()
         ],
     }
-
-
-def _against(subject: Sequence[Measurement], name: str, ceiling: Sequence[Measurement]) -> Against:
-    return Against(
-        name,
-        bandwidth_of(ceiling),
-        paired_ratios(subject, ceiling),
-        cpu_s_per_gb(ceiling),
-        _median_latency(ceiling),
-    )
 
 
 def _median_latency(samples: Sequence[Measurement]) -> dict[float, float]:

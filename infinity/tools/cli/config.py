@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -157,17 +156,13 @@ def _translated(config: SwapConfig, found: Translation, file: str) -> str:
 def _print_report(found: Translation, *, to_stderr: bool) -> None:
     width = max((len(entry.key) for entry in found.entries), default=0)
     for entry in found.entries:
-        what = _assignments(entry.settings)
+        pairs = [f"{key} = {json.dumps(value)}" for key, value in entry.settings.items()]
+        what = f"-> {', '.join(pairs)}; " if pairs else ""
         line = f"{entry.verdict:<8} {entry.key:<{width}}  {what}{entry.reason}"
         if entry.is_lost:
             print_error(line)
         else:
             (note if to_stderr else typer.echo)(line)
-
-
-def _assignments(settings: Mapping[str, Any]) -> str:
-    pairs = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
-    return f"-> {', '.join(pairs)}; " if pairs else ""
 
 
 def _on_this_machine(config: SwapConfig) -> dict[str, str]:

@@ -39,8 +39,11 @@ def inspect(
     """
     from infinity.checkpoint.run.directory import list_checkpoints
     from infinity.checkpoint.run.inspection import inspect as examine
+    from infinity.config.paths import RUN_NAMES
 
-    directory = _checkpoints_of(directory)
+    inner = directory / "checkpoints"
+    if (directory / RUN_NAMES[0]).is_file() and inner.is_dir():
+        directory = inner  # The checkpoints in the output of a run.
     swaps = swap_contents(directory)
     commits = list(filter(list_checkpoints, commit_places(directory)))
     has_commits = bool(commits)
@@ -76,15 +79,6 @@ def inspect(
     has_faults = any(contents.faults for contents in swaps)
     if has_faults or not all(inspection.is_intact for inspection in found):
         raise typer.Exit(1)
-
-
-def _checkpoints_of(directory: Path) -> Path:
-    """Returns the directory of checkpoints in the output of a run; any other directory as it is."""
-    from infinity.config.paths import RUN_NAMES
-
-    inner = directory / "checkpoints"
-    is_output = (directory / RUN_NAMES[0]).is_file() and inner.is_dir()
-    return inner if is_output else directory
 
 
 def _tables(

@@ -243,19 +243,14 @@ def _load_config(
     if is_quantised:
         table.setdefault("adapter", {})  # Codes cannot be trained.
     if file is None and "adapter" in table:
-        _train_by_layers(table)
+        # The order in which adapters train: all micro-batches pass a block together.
+        table.setdefault("schedule", {}).setdefault("micro_batch", _ADAPTER_MICRO_BATCH)
+        tiers = ["host", "nvme"] if "nvme" in table["tiers"] else ["host"]
+        table.setdefault("placement", {}).setdefault("activations", tiers)
     config = with_located_model(SwapConfig.from_table(table, source))
     if not by_name:
         refuse_absent_model_of(config)
     return settle(config)
-
-
-def _train_by_layers(table: dict[str, Any]) -> None:
-    """Sets the order in which adapters train: all micro-batches pass a block together."""
-    schedule = table.setdefault("schedule", {})
-    schedule.setdefault("micro_batch", _ADAPTER_MICRO_BATCH)
-    tiers = ["host", "nvme"] if "nvme" in table["tiers"] else ["host"]
-    table.setdefault("placement", {}).setdefault("activations", tiers)
 
 
 def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | None) -> None:

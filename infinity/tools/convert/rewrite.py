@@ -25,7 +25,7 @@ from infinity.checkpoint.huggingface.safetensors_file import (
     dtype_of,
 )
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, SINGLE_NAME
-from infinity.codecs import Encoding, TableBlocks
+from infinity.codecs import TableBlocks
 from infinity.codecs.detect import DECLARING_FILES
 from infinity.codecs.part import Codec, Shape
 from infinity.codecs.tables import STATE_SUFFIX
@@ -165,20 +165,17 @@ def _encoded(
 
 def _aside_infos(name: str, shape: Shape, codec: Codec) -> list[TensorInfo]:
     """Returns the further tensors of an encoding, as that of zeros has them."""
+    # A few zeros of as many dimensions. Blocks of a transposed codec lie in columns.
+    rows = min(shape[-2], _EXAMPLE_ROWS) if len(shape) > 1 else 1
+    zeros = torch.zeros([*[1] * (len(shape) - 2), rows, shape[-1]][-len(shape) :])
     infos = []
-    for suffix, tensor in _small_example(codec, shape).aside.items():
+    for suffix, tensor in codec.encode(zeros).aside.items():
         length = tuple(tensor.shape)
         if suffix.startswith(STATE_SUFFIX):
             assert isinstance(codec, TableBlocks)
             length = (len(codec.state_json(shape)) + _STATE_MARGIN,)
         infos.append(TensorInfo(name=name + suffix, dtype=tensor.dtype, shape=length))
     return infos
-
-
-def _small_example(codec: Codec, shape: Shape) -> Encoding:
-    """Encodes few zeros of as many dimensions. Blocks of a transposed codec lie in columns."""
-    rows = min(shape[-2], _EXAMPLE_ROWS) if len(shape) > 1 else 1
-    return codec.encode(torch.zeros([*[1] * (len(shape) - 2), rows, shape[-1]][-len(shape) :]))
 
 
 # -- Writing ---------------------------------------------------------------------------------------

@@ -174,15 +174,12 @@ def _gpus(torch: object) -> list[Gpu]:
     cuda = torch.cuda  # type: ignore[attr-defined]
     if not cuda.is_available():
         return []
-    return [_describe(cuda.get_device_properties(index)) for index in range(cuda.device_count())]
-
-
-def _describe(properties: object) -> Gpu:
-    return Gpu(
-        getattr(properties, "name", "unnamed"),
-        getattr(properties, "total_memory", 0),
-        pci_address(properties),
-    )
+    return [
+        Gpu(
+            getattr(found, "name", "unnamed"), getattr(found, "total_memory", 0), pci_address(found)
+        )
+        for found in map(cuda.get_device_properties, range(cuda.device_count()))
+    ]
 
 
 # -- Releases of the packages that this one is built on, and others of its own name ----------------

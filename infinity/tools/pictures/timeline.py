@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from infinity.checkpoint.durable import replace_file
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.sizes import format_nbytes
 
@@ -126,8 +126,14 @@ def _num_rows(picture: TrackPicture) -> int:
 def _paint_tracks(axis: Any, picture: TrackPicture) -> None:
     first = 1 if picture.intervals else 0
     num_rows = _num_rows(picture)
+    width = picture.end or max((each.start + each.length for each in picture.intervals), default=0)
     for interval in picture.intervals:
-        _paint_interval(axis, interval, _length_of(picture))
+        bars = [(interval.start, interval.length)]
+        place = (-_BAR_HEIGHT / 2, _BAR_HEIGHT)
+        axis.broken_barh(bars, place, color=interval.color, linewidth=0)
+        if interval.length > _LEAST_NAMED_SHARE * width:
+            middle = interval.start + interval.length / 2
+            axis.text(middle, 0, interval.name, ha="center", va="center", fontsize=8, clip_on=True)
     for row, (_, groups) in enumerate(picture.tracks, start=first):
         for group in groups:
             place = (row - _BAR_HEIGHT / 2, _BAR_HEIGHT)
@@ -143,28 +149,10 @@ def _paint_tracks(axis: Any, picture: TrackPicture) -> None:
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
     if picture.legend:
-        _paint_legend(axis, picture.legend)
+        from matplotlib.patches import Patch
 
-
-def _length_of(picture: TrackPicture) -> float:
-    if picture.end is not None:
-        return picture.end
-    return max((interval.start + interval.length for interval in picture.intervals), default=0.0)
-
-
-def _paint_interval(axis: Any, interval: NamedInterval, width: float) -> None:
-    bar = (interval.start, interval.length)
-    axis.broken_barh([bar], (-_BAR_HEIGHT / 2, _BAR_HEIGHT), color=interval.color, linewidth=0)
-    if interval.length > _LEAST_NAMED_SHARE * width:
-        middle = interval.start + interval.length / 2
-        axis.text(middle, 0, interval.name, ha="center", va="center", fontsize=8, clip_on=True)
-
-
-def _paint_legend(axis: Any, legend: Mapping[str, str]) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [Patch(color=color, label=label) for label, color in legend.items()]
-    axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+        patches = [Patch(color=color, label=label) for label, color in picture.legend.items()]
+        axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
 
 
 # -- The page --------------------------------------------------------------------------------------
@@ -189,13 +177,9 @@ _DIGITS = 7  # Of a time on a page: a bar is drawn to a millionth of the step.
 
 def write_page(path: Path, title: str, views: Sequence[TrackPicture]) -> None:
     """Writes the page, whole or not at all. Raises ConfigError when it cannot be written."""
-    text = page_of(title, views)
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        replace_file(path, page_of(title, views))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ConfigError(f"cannot write the page {str(path)!r}: {error.strerror}") from None
 
 

@@ -146,7 +146,10 @@ def plan_export(
             refused.setdefault(why, []).append(name)
     for name in factors:
         parent, _, last = name.rpartition(".")
-        lacking = [o for o in _needed(name, last, loader) if f"{parent}.{o}" not in factors]
+        needed = loader.needs.get(last, ())
+        if _EXPERT.search(name):
+            needed = loader.needs.get(f"experts.{last}", needed)
+        lacking = [other for other in needed if f"{parent}.{other}" not in factors]
         if lacking:
             refused.setdefault(f"it needs {listed(lacking)} with it", []).append(name)
     saved = _Adapter(config, adapted.get_base_model().config, factors)
@@ -199,11 +202,6 @@ def _why_not(
         return "it has no place there"
     is_turned = isinstance(layer, ParamWrapper) and not layer._did_swap_in_out_features  # noqa: SLF001
     return None if placed.axes == ((1, 0) if is_turned else (0, 1)) else "it is stored transposed"
-
-
-def _needed(name: str, last: str, loader: Loader) -> tuple[str, ...]:
-    key = f"experts.{last}" if _EXPERT.search(name) else last
-    return loader.needs.get(key, loader.needs.get(last, ()))
 
 
 def _factors(change: Change) -> _Factors:
@@ -299,7 +297,9 @@ def _plan_gguf(
         if is_turned and name.endswith((".q_proj", ".k_proj")):
             is_query = name.endswith(".q_proj")
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
-            factors = _Factors(factors.a, _with_pairs_apart(factors.b, heads))
+            # llama.cpp rotates the two halves of each head interleaved.
+            b = factors.b.reshape(heads, 2, -1, factors.b.shape[-1]).transpose(1, 2)
+            factors = _Factors(factors.a, b.reshape(factors.b.shape))
         found.setdefault(target, []).append(factors)
 
     def write(out: Path) -> None:
@@ -317,8 +317,3 @@ def _plan_gguf(
         writer.close()
 
     return write
-
-
-def _with_pairs_apart(b: torch.Tensor, heads: int) -> torch.Tensor:
-    """Orders the rows of each head as llama.cpp rotates them: the two halves interleaved."""
-    return b.reshape(heads, 2, -1, b.shape[-1]).transpose(1, 2).reshape(b.shape)

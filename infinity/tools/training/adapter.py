@@ -178,7 +178,7 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def auto_targets(model: nn.Module) -> list[str]:
+def auto_targets(model: Any) -> list[str]:
     """Returns the shortest endings of names that mean the linear layers of attention, of dense MLPs
     and of shared experts, and no other linear layer.
 
@@ -187,8 +187,12 @@ def auto_targets(model: nn.Module) -> list[str]:
     """
     beside = tuple(f"{name}." for name in towers(model))
     linear = [name for name in _linear_names(model) if not f"{name}.".startswith(beside)]
-    head = _head_names(model)
-    wanted = [name for name in linear if name not in head and _is_auto_target(name, model)]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    wanted = [
+        name
+        for name in linear
+        if model.get_submodule(name) is not head and _is_auto_target(name, model)
+    ]
     others = [name for name in linear if name not in set(wanted)]
     endings: dict[str, None] = {}
     for name in wanted:
@@ -451,11 +455,6 @@ def _linear_names(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             yield name
-
-
-def _head_names(model: Any) -> set[str]:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return {name for name, module in model.named_modules() if module is head}
 
 
 def _is_auto_target(name: str, model: nn.Module) -> bool:

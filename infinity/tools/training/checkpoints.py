@@ -67,8 +67,13 @@ def plan_resume(
         places.append(config.checkpoint_directory)
     if resume_from is not None:
         loaded = read_program(resume_from)
-        for place in places:
-            _refuse_later(place, loaded)
+        for place in places:  # Complete checkpoints after it conflict, damaged ones do not.
+            _, complete = damaged_after(place, loaded.step)
+            if complete is not None:
+                raise ConfigError(
+                    f"{complete} already exists and is whole, expected none later than step "
+                    f"{loaded.step}: resume from it, remove it, or use another directory"
+                )
         return loaded
     there = sorted(
         (directory for place in places for directory in list_checkpoints(place)), key=step_of
@@ -91,16 +96,6 @@ def plan_resume(
         return read_program(newest)
 
 
-def _refuse_later(place: Path, loaded: Loaded) -> None:
-    """Refuses complete checkpoints after the loaded one. Damaged ones do not conflict."""
-    _, complete = damaged_after(place, loaded.step)
-    if complete is not None:
-        raise ConfigError(
-            f"{complete} already exists and is whole, expected none later than step {loaded.step}: "
-            "resume from it, remove it, or use another directory"
-        )
-
-
 @contextmanager
 def naming_older(config: SwapConfig, path: Path) -> Iterator[None]:
     """Adds to the error of a damaged checkpoint `path` the name of one to continue from."""
@@ -113,14 +108,7 @@ def naming_older(config: SwapConfig, path: Path) -> Iterator[None]:
             if older is not None
             else "; there is none before it"
         )
-        raise CorruptionError(
-            error.errno or 0,
-            operation=error.operation,
-            path=error.path,
-            offset_nbytes=error.offset_nbytes,
-            nbytes=error.nbytes,
-            detail=f"{error.detail} (in the checkpoint {path}){hint}",
-        ) from error
+        raise error.with_detail(f"{error.detail} (in the checkpoint {path}){hint}") from error
 
 
 def _newest_before(config: SwapConfig, path: Path) -> Path | None:
@@ -260,15 +248,12 @@ class RunCheckpoints:
         if loaded.path.parent not in self._config.commit_directories:
             self._saved_step = loaded.step
         elif loaded.path.parent == self._config.copying_directory and self._job.rank.count == 1:
-            self._go_on_copying(loaded, engine)
+            checkpoint, directory = self._config.checkpoint, self._config.checkpoint_directory
+            if checkpoint is not None and engine.store.volume is not None:
+                # The copy of this step was interrupted.
+                self._saving = copy_behind(engine, loaded.path, directory, keep=checkpoint.keep)
+                self._saved_step = loaded.step
         self._reporter.note(f"going on from {loaded.path}, after step {loaded.step}")
-
-    def _go_on_copying(self, loaded: Loaded, engine: Any) -> None:
-        """Copies the checkpoint of this step again, whose copy was interrupted."""
-        checkpoint, directory = self._config.checkpoint, self._config.checkpoint_directory
-        if checkpoint is not None and engine.store.volume is not None:
-            self._saving = copy_behind(engine, loaded.path, directory, keep=checkpoint.keep)
-            self._saved_step = loaded.step
 
     def after_step(self, step: int, interrupt: Interrupt) -> None:
         """Saves or commits the step, if its turn has come."""

@@ -79,7 +79,13 @@ class OutputDirectory:
         self.is_unmarked = bool(names) and MARKER_NAME not in names
         is_inside = resumed is not None and resumed.resolve().is_relative_to(directory.resolve())
         if self.is_unmarked and not is_inside:
-            raise ConfigError(_foreign(directory, names))
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ConfigError(
+                f"output.directory: {directory} has files that no run of infinity wrote "
+                f"({names[0]!r}{more}): there is no {MARKER_NAME}, by which the directory of a run "
+                "is known. Name another directory, or empty it; if a run of yours wrote it and "
+                f"only that file was lost, go on after `touch {directory / MARKER_NAME}`"
+            )
         self._lock = _locked(directory)
 
     def mark(self) -> None:
@@ -142,16 +148,6 @@ def _places_of_others(config: SwapConfig) -> Iterator[tuple[str, Path]]:
     if config.data is not None:
         for source in (*config.data.paths, *config.data.eval_paths):
             yield "data", source.location
-
-
-def _foreign(directory: Path, names: list[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"output.directory: {directory} has files that no run of infinity wrote ({names[0]!r}"
-        f"{more}): there is no {MARKER_NAME}, by which the directory of a run is known. Name "
-        "another directory, or empty it; if a run of yours wrote it and only that file was lost, "
-        f"go on after `touch {directory / MARKER_NAME}`"
-    )
 
 
 def _locked(directory: Path) -> int:
