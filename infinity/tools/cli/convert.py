@@ -157,19 +157,13 @@ def export(
     directory of checkpoints the newest one is used.
     """
     from infinity.checkpoint.run.directory import find_checkpoint
-    from infinity.config import SwapConfig
-    from infinity.config.paths import refuse_absent_model_of
-    from infinity.tools.training.settle import settle
 
     try:
         max_shard_nbytes = parse_nbytes(max_shard_size)
     except ValueError as error:
         raise ConfigError(f"--max-shard: {error}") from None
     found = find_checkpoint(checkpoint)
-    loaded = _config_above(found) if config is None else SwapConfig.load(config)
-    if loaded is not None:
-        refuse_absent_model_of(loaded)
-        loaded = settle(loaded)
+    loaded = _config_of(found, config)
     from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
 
     if to == "dcp":
@@ -198,11 +192,23 @@ def export(
     reply(said, f"wrote {format_nbytes(nbytes)} of {found.name} to {out}")
 
 
-def _config_above(checkpoint: Path) -> SwapConfig | None:
+def _config_of(checkpoint: Path, file: Path | None) -> SwapConfig | None:
+    """Returns the configuration in a file, or that of the run above a checkpoint, if there is
+    one."""
+    from infinity.config import SwapConfig
+    from infinity.config.paths import refuse_absent_model_of
     from infinity.tools.training.output import config_of_run
+    from infinity.tools.training.settle import settle
 
-    places = checkpoint.resolve().parents[:2]
-    return next((run for run in map(config_of_run, places) if run is not None), None)
+    if file is not None:
+        found: SwapConfig | None = SwapConfig.load(file)
+    else:
+        runs = map(config_of_run, checkpoint.resolve().parents[:2])
+        found = next((run for run in runs if run is not None), None)
+    if found is None:
+        return None
+    refuse_absent_model_of(found)
+    return settle(found)
 
 
 def _model_on_meta(config: SwapConfig) -> Any:

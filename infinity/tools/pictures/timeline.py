@@ -126,7 +126,8 @@ def _num_rows(picture: TrackPicture) -> int:
 def _paint_tracks(axis: Any, picture: TrackPicture) -> None:
     first = 1 if picture.intervals else 0
     num_rows = _num_rows(picture)
-    width = picture.end or max((each.start + each.length for each in picture.intervals), default=0)
+    ends = [interval.start + interval.length for interval in picture.intervals]
+    width = picture.end or max(ends, default=0)
     for interval in picture.intervals:
         bars = [(interval.start, interval.length)]
         place = (-_BAR_HEIGHT / 2, _BAR_HEIGHT)

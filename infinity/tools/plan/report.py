@@ -78,6 +78,8 @@ def to_text(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> str:
     model, batch, step = forecast.model, forecast.batch, forecast.step
     hardware, place, name = forecast.hardware, forecast.update_place, forecast.batch.name
     is_updated = batch.has_backward and not hardware.shares_host_memory
+    tokens = forecast.tokens_per_s
+    rate = f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.3g}"
     lines = [
         *sentences(forecast, found),
         "",
@@ -102,7 +104,7 @@ def to_text(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> str:
         *_links(forecast),
         *_idle(forecast),
         "",
-        f"{name:<10}{duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s"
+        f"{name:<10}{duration(step.step_s)}, {rate} tokens/s"
         + (", " if forecast.ranks is None else " of all ranks, ")
         + f"{flops(forecast.flops_per_s)} of the model",
         f"binding   {_binding(forecast)}",
@@ -171,9 +173,7 @@ def _by_tier(tiers: Mapping[str, int]) -> str:
 
 
 def _places(forecast: Forecast) -> list[str]:
-    lines = []
-    for kind, tiers in forecast.placed_nbytes.items():
-        lines.append(f"  {kind:<12}{_by_tier(tiers)}")
+    lines = [f"  {kind:<12}{_by_tier(tiers)}" for kind, tiers in forecast.placed_nbytes.items()]
     if forecast.saved:
         lines.append(f"  {'activations':<12}{_by_tier(forecast.saved)} at the most")
     if forecast.spare_nbytes:
@@ -264,16 +264,10 @@ def _endurance(forecast: Forecast) -> list[str]:
         return [f"drives    {per_step}: {1e15 / written:,.0f} steps for each PB of endurance"]
     days = steps * forecast.step.step_s / 86400
     return [
-        f"drives    {per_step}; worn out after {_steps(steps)} steps, {days:,.0f} days of this run"
+        f"drives    {per_step}; worn out after "
+        + (f"{steps:,.0f}" if steps < 1e7 else f"{steps:.1e}")
+        + f" steps, {days:,.0f} days of this run"
     ]
-
-
-def _steps(steps: float) -> str:
-    return f"{steps:,.0f}" if steps < 1e7 else f"{steps:.1e}"
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 _BOUND = {

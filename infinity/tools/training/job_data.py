@@ -57,8 +57,6 @@ def open_data(
 ) -> JobData:
     """Reads `[data]`. Token files lie in `directory` until `stack` is closed. Raises ConfigError as
     its parts do."""
-    import datasets
-
     assert config.data is not None and config.train is not None
     data, train_options, files = config.data, config.train, list[TokenFile]()
     processors: list[Any] = []
@@ -85,12 +83,7 @@ def open_data(
         )
         stack.callback(file.close)
         files.append(file)
-        rows = datasets.Dataset.from_dict(
-            {"sequence": np.arange(file.num_tokens // data.sequence_length)}
-        )
-        return (
-            rows.with_transform(Sequences(file, data.sequence_length)), "plain text", texts[0],
-        )  # fmt: skip
+        return _sequences(file, data.sequence_length), "plain text", texts[0]
 
     train, kind, first = read(data.paths, data.max_bytes)
     held_out, num_split = None, 0
@@ -319,6 +312,13 @@ def tokenize(
         tokens.close()
         raise
     return tokens
+
+
+def _sequences(tokens: TokenFile, length: int) -> Any:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"sequence": np.arange(tokens.num_tokens // length)})
+    return rows.with_transform(Sequences(tokens, length))
 
 
 class Sequences:

@@ -85,7 +85,10 @@ def read_changes(
     Raises as `plan_merge`.
     """
     source = weight_source(base)
-    model = _on_meta(base)
+    config = config_of_directory(base)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = empty_model(config, config.dtype or torch.float32, str(base / "config.json"))
     tied = _tied_names(model)
     planned = source.plan(model, strict=False)
     options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
@@ -93,13 +96,6 @@ def read_changes(
     layers = adapter_layers(adapted)
     refuse_tied(tied, layers)
     return source, adapted, _changes(adapted, layers, source, planned.groups)
-
-
-def _on_meta(base: Path) -> Any:
-    config = config_of_directory(base)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return empty_model(config, config.dtype or torch.float32, str(base / "config.json"))
 
 
 def _outcome(source: WeightSource, name: str, changes: list[Change], to: Stored) -> PlannedTensor:
