@@ -25,6 +25,7 @@ import infinity
 from infinity.modules.tiling.expert_adapters import AdaptedWeight
 from infinity.modules.tiling.experts import TiledExperts
 from tests.support.bits import same_bits
+from tests.support.exhaustive import in_turn
 from tests.support.offloading import offloaded, swap_config
 
 from .zoo import ZOO
@@ -52,16 +53,6 @@ def loss_of(name: str, model: Any, number: int = 1) -> torch.Tensor:
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
-
-
-def expert_nbytes(model: nn.Module) -> int:
-    """The largest expert of the model: both of its matrices and biases."""
-    modules = [each for each in model.modules() if "_is_expert_parallel" in each.__dict__]
-    nbytes = (
-        sum(p.numel() * p.element_size() for p in each.parameters()) // each.num_experts
-        for each in modules
-    )
-    return max(nbytes)
 
 
 # --- with PEFT's own computation --------------------------------------------------------------
@@ -210,27 +201,24 @@ def test_experts_without_tokens_have_gradients_of_zero() -> None:
 
 @contextmanager
 def pair(
-    directory: Path, name: str, *, experts_per_tile: int, dtype: torch.dtype = torch.float32
+    directory: Path, name: str, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[Any, Any]]:
-    """The model in memory with factors, and the offloaded one. `experts_per_tile`: 0 is no
-    tiles."""
+    """The model in memory with factors, and the offloaded one without tiles."""
     config = swap_config(directory, host_nbytes="16MiB")
     if dtype == torch.bfloat16:
         config["precision"] = {**config.get("precision", {}), "compute": "bfloat16"}
     plain = infinity.factored_experts(adapted(name, dtype=dtype))
-    tile = max(experts_per_tile * expert_nbytes(plain), 64 << 10) if experts_per_tile else 0
-    config["schedule"] = {**config.get("schedule", {}), "tile": tile}
+    config["schedule"] = {**config.get("schedule", {}), "tile": 0}
     with offloaded(adapted(name, dtype=dtype), config) as model:
         yield plain, model
 
 
-@pytest.mark.parametrize("is_layer_major", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "is_layer_major"), in_turn(MODELS, [False, True]))
 def test_training_has_the_bits_of_factors_in_memory(
     name: str, is_layer_major: bool, swap_directory: Path
 ) -> None:
     batches = [ZOO[name].batch(number) for number in range(3)]
-    with pair(swap_directory, name, experts_per_tile=0) as (plain, model):
+    with pair(swap_directory, name) as (plain, model):
         trained = [each for each in plain.parameters() if each.requires_grad]
         reference = torch.optim.AdamW(trained, lr=1e-2, fused=True)
         optimizer = infinity.AdamW(model, lr=1e-2)
@@ -260,7 +248,7 @@ def test_training_has_the_bits_of_factors_in_memory(
 def test_in_bfloat16_losses_and_gradients_have_the_bits_of_factors_in_memory(
     swap_directory: Path,
 ) -> None:
-    with pair(swap_directory, "qwen3_moe", experts_per_tile=0, dtype=torch.bfloat16) as (
+    with pair(swap_directory, "qwen3_moe", torch.bfloat16) as (
         plain,
         model,
     ):

@@ -66,9 +66,7 @@ def test_each_weight_is_read_once_for_all_batches(swap_directory: Path) -> None:
     with offloaded(decoder().eval(), tight_config(swap_directory)) as model:
         counters = infinity.engine_of(model).counters
         for seeds in (SEEDS[:1], SEEDS):
-            for _ in range(
-                3
-            ):  # Up to the third, memory has what set-up or other passes left there.
+            for _ in range(3):  # Up to the third, memory has what others left there.
                 before = counters.snapshot().get("nvme_read_nbytes", 0)
                 infinity.forward(model, lambda seed: loss_of(model, seed), seeds)
             read.append(counters.snapshot()["nvme_read_nbytes"] - before)

@@ -10,17 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.streams import StreamDevice
 from tests.support.bits import assert_same
 
-from .in_place import MICRO_BATCHES, STEPS, Base, at_least, batches, config_of, loss_of, over, train
+from .in_place import STEPS, Base, at_least, batches, config_of, loss_of, over, train
 
 FEW = ("deepseek-int4", "gpt-oss-mxfp4")  # Per-expert names and packed ones.
 
@@ -120,41 +118,6 @@ def test_tiles_in_place_train_as_tiles_of_copied_weights(base: Base, tmp_path: P
             assert bool(stored) == (frozen == "checkpoint")
             seen.append(train(model, infinity.AdamW(model, lr=1e-2)))
     assert_same(*seen, is_ordered=False)
-
-
-@pytest.mark.parametrize("base", FEW, indirect=True)
-def test_layer_major_reads_the_base_twice_however_many_micro_batches(
-    base: Base, tmp_path: Path
-) -> None:
-    """And gives the bits of layer-major over copied weights, whose sums have an order of their own."""
-    with over(base, config_of(tmp_path, placement={"frozen": "copy"})) as (model, _):
-        expected = train(model, infinity.AdamW(model, lr=1e-2), layer_major=True)
-    with over(base, config_of(tmp_path)) as (model, engine):
-        seen = train(model, infinity.AdamW(model, lr=1e-2), layer_major=True)
-        num_fetches = engine.counters.snapshot()["fetches"]
-        num_units = len(engine.store.units)
-    assert_same(expected, seen, is_ordered=False)
-    assert num_fetches <= STEPS * (2 * num_units + 2 * MICRO_BATCHES * 8)
-
-
-@pytest.mark.parametrize("base", FEW, indirect=True)
-def test_no_byte_of_the_base_is_written_or_saved(base: Base, tmp_path: Path) -> None:
-    with over(base, config_of(tmp_path)) as (model, engine):
-        assert engine.counters.snapshot().get("shard_read_nbytes", 0) == 0, (
-            "start-up reads headers only"
-        )
-        optimizer = infinity.AdamW(model, lr=1e-2)
-        train(model, optimizer)
-        before = engine.counters.snapshot().get("shard_read_nbytes", 0)
-        saved = infinity.checkpoint.save(tmp_path / "runs", model, optimizer)
-        model.save_pretrained(tmp_path / "adapter")
-        assert engine.counters.snapshot().get("shard_read_nbytes", 0) == before
-    assert sum(path.stat().st_size for path in saved.iterdir()) < base.nbytes
-    loaded = AutoModelForCausalLM.from_pretrained(base.decoded, dtype=torch.bfloat16)
-    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter", is_trainable=True)
-    for name, parameter in loaded.named_parameters():
-        if parameter.requires_grad:
-            assert torch.equal(parameter, base.expected[name]), name
 
 
 @pytest.mark.parametrize("base", FEW[:1], indirect=True)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import infinity
@@ -266,69 +265,3 @@ def test_built_on_meta_they_are_initialised_by_the_model_s_rule(swap_directory: 
             weight = engine.read_parameter(name)
             assert weight.std() == pytest.approx(model.config.initializer_range, rel=0.05)  # type: ignore[union-attr]
             assert len(weight.flatten(1).unique(dim=0)) == 4
-
-
-def test_layer_major_accumulation(swap_directory: Path) -> None:
-    plain = build()
-    for seed in (1, 2):
-        (MIXTRAL.loss(plain, MIXTRAL.batch(seed)) / 2).backward()
-    with offloaded(build(), config(swap_directory, host_nbytes="16MiB")) as model:
-        infinity.forward_backward(
-            model, lambda seed: MIXTRAL.loss(model, MIXTRAL.batch(seed)) / 2, [1, 2]
-        )
-        engine = infinity.engine_of(model)
-        for name, gradient in gradients_of(plain).items():
-            found = engine.read_gradient(name)
-            assert found is not None
-            torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-7)
-
-
-# --- adapters ---------------------------------------------------------------------------------
-
-
-def adapted(seed: int = 0) -> Any:
-    """Experts with PEFT's adapters on both of their parameters, none of them zero."""
-    model = build(seed)
-    config = LoraConfig(
-        r=2, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"],
-        init_lora_weights=False,
-    )  # fmt: skip
-    torch.manual_seed(seed + 1)
-    return get_peft_model(model, config).train()
-
-
-@pytest.mark.parametrize("is_layer_major", [False, True])
-def test_adapters_of_tiled_experts_train_as_those_of_untiled_ones(
-    is_layer_major: bool, swap_directory: Path
-) -> None:
-    """Bit by bit; also with several micro-batches inside one block, in threads."""
-    plain = infinity.factored_experts(adapted())
-    batches = [MIXTRAL.batch(number) for number in range(3)]
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
-    config = swap_config(swap_directory)
-    config["schedule"] = config.get("schedule", {}) | {"tile": EXPERT_NBYTES}
-    with offloaded(adapted(), config) as model:
-        optimizer = infinity.AdamW(model, lr=1e-3)
-        tiled = [module for module in model.modules() if isinstance(module, TiledExperts)]
-        assert tiled and all(len(each.tiles) == 4 for each in tiled)
-        for _ in range(2):
-            expected = [MIXTRAL.loss(plain, batch) for batch in batches]
-            for loss in expected:
-                loss.backward()
-            if is_layer_major:
-                found = infinity.forward_backward(model, lambda b: MIXTRAL.loss(model, b), batches)
-            else:
-                found = [MIXTRAL.loss(model, batch) for batch in batches]
-                for loss in found:
-                    loss.backward()
-            assert torch.equal(torch.stack(found), torch.stack(expected))
-            reference.step()
-            optimizer.step()
-            reference.zero_grad()
-            optimizer.zero_grad()
-        engine = infinity.engine_of(model)
-        for name, parameter in plain.named_parameters():
-            assert torch.equal(engine.read_parameter(name), parameter), name
-        with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
-            ours, theirs = (MIXTRAL.loss(each, batches[0]) for each in (model, plain))
-            assert torch.equal(ours, theirs)

@@ -110,7 +110,7 @@ def test_trains_like_plain_pytorch(name: str, where: str, swap_directory: Path) 
         assert_same_run(expected, run(entry, OffloadedSide(model), plan_for(name, False)))
 
 
-@pytest.mark.parametrize("name", sampled(CHECKPOINTING, lambda name: name in CHECKPOINTING[::4]))
+@pytest.mark.parametrize("name", sampled(CHECKPOINTING, lambda name: name in CHECKPOINTING[::8]))
 def test_trains_like_plain_pytorch_with_checkpointing(
     name: str, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +158,7 @@ def test_no_unit_is_in_use_after_an_exception(
 ) -> None:
     """Fail at operations through the whole forward and backward; then train as if nothing was.
 
-    The ladder climbs in steps so that about 16 places fail, the last of them deep in the backward.
+    The ladder climbs in steps so that about 10 places fail, the last of them deep in the backward.
     """
     entry = ZOO[name]
     if checkpointing and not entry.checkpointing:
@@ -175,7 +175,7 @@ def test_no_unit_is_in_use_after_an_exception(
         total = (1 << 60) - counter.left
         assert total > 4
         failed_in = set()
-        for count in range(0, total, max(1, total // 16)):
+        for count in range(0, total, max(1, total // 10)):
             model.zero_grad()
             phase = "forward"
             try:
