@@ -330,8 +330,10 @@ def test_numa(root: Path) -> None:
     put(root, sys__devices__system__node__node0__cpulist="0-3\n")
     put(root, sys__devices__system__node__node1__cpulist="4-7\n")
     both = frozenset({0, 1})
-    assert machine.cpu_nodes(root, both, frozenset({0, 2})) == {0}
-    assert machine.cpu_nodes(root, both, frozenset(range(8))) == both
+    for cores, status, says in (("0,2", "ok", "node 0 of 2"), ("0-7", "degraded", "2 to run")):
+        put(root, proc__self__status=f"Mems_allowed_list:\t0\nCpus_allowed_list:\t{cores}\n")
+        *_, found = machine.examine_processor(root)
+        expect(found, status, says)
     one = frozenset({0})
     expect(machine.check_numa(one, memory_nodes=one, cpu_nodes=one), "ok", "one node")
     expect(machine.check_numa(frozenset(), memory_nodes=one, cpu_nodes=one), "ok", "one node")

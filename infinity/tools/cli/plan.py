@@ -21,9 +21,9 @@ from infinity.tools.cli.options import (
     HardwareName,
     arg,
     flag,
-    is_silent,
     note,
     opt,
+    progress_bar,
     reply,
     wants_json,
     with_options,
@@ -315,9 +315,6 @@ def _print_table(asked: PlanOptions) -> None:
         raise ConfigError(f"--write {file}: expected a name that ends in .md or .json")
     if file is not None and file.exists():
         raise ConfigError(f"{file} already exists; give another name, or remove it")
-    from rich.console import Console
-    from rich.progress import track
-
     from infinity.plan.hardware import load_hardware
     from infinity.tools.plan import catalogue
 
@@ -326,12 +323,11 @@ def _print_table(asked: PlanOptions) -> None:
     machines = shipped_in("hardware") if asked.hardware is None else [asked.hardware]
     found = {machine: load_hardware(machine) for machine in machines}
     wanted = [(name, machine) for name in names for machine in machines]
-    cells = [
-        catalogue.plan_cell(name, machine, found[machine], rank)
-        for name, machine in track(
-            wanted, "planning", console=Console(stderr=True), transient=True, disable=is_silent()
-        )
-    ]
+    cells = []
+    with progress_bar("planning", len(wanted)) as update:
+        for name, machine in wanted:
+            cells.append(catalogue.plan_cell(name, machine, found[machine], rank))
+            update(advance=1)
     if wants_json() or (file is not None and file.suffix == ".json"):
         text = json.dumps(catalogue.to_dict(cells), indent=1)
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infinity import uring
 from infinity.config import SwapConfig
-from infinity.config.machine import HostMemory, cpu_quota, host_memory, read_ranges
+from infinity.config.machine import HostMemory, cores_by_node, cpu_quota, host_memory, read_ranges
 from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, MIB, format_nbytes
 from infinity.storage.arena import Arena, can_share
@@ -294,12 +294,12 @@ def examine_processor(root: Path) -> Iterator[Finding]:
     """Yields the findings on cores, instruction sets and NUMA nodes."""
     yield check_cores(len(os.sched_getaffinity(0)), cpu_quota(root))
     yield check_instructions(os.uname().machine, *describe_cpu(root))
-    nodes = read_ranges(read_text(root / "sys/devices/system/node/online"))
-    status = root / "proc/self/status"
+    nodes, status = cores_by_node(root), root / "proc/self/status"
+    cores = read_ranges(read_field(status, "Cpus_allowed_list"))
     yield check_numa(
-        nodes,
+        frozenset(nodes),
         memory_nodes=read_ranges(read_field(status, "Mems_allowed_list")),
-        cpu_nodes=cpu_nodes(root, nodes, read_ranges(read_field(status, "Cpus_allowed_list"))),
+        cpu_nodes=frozenset(node for node, own in nodes.items() if own & cores),
     )
 
 
@@ -337,14 +337,6 @@ def check_instructions(machine: str, model: str, flags: frozenset[str]) -> Findi
             remedy="In a virtual machine: let it see the host's CPU (-cpu host).",
         )
     return ok(subject, found)
-
-
-def cpu_nodes(root: Path, nodes: frozenset[int], cpus: frozenset[int]) -> frozenset[int]:
-    """Returns the NUMA nodes of these cores."""
-    folder = root / "sys/devices/system/node"
-    return frozenset(
-        node for node in nodes if cpus & read_ranges(read_text(folder / f"node{node}/cpulist"))
-    )
 
 
 def check_numa(

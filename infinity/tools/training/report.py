@@ -22,6 +22,7 @@ from rich.table import Table
 
 from infinity.checkpoint.durable import replace_file
 from infinity.sizes import GIB, format_nbytes
+from infinity.tools.doctor.finding import read_field
 from infinity.tools.training.metrics import MetricsFile
 from infinity.tools.training.process import lost_streams
 
@@ -359,14 +360,8 @@ class Reporter:
 
 def peak_rss_nbytes() -> int:
     """Returns the most memory that was resident in this process (VmHWM)."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+    found = read_field(Path("/proc/self/status"), "VmHWM")
+    return 1024 * int(found.split()[0]) if found else 0
 
 
 def _peak_device_nbytes() -> int:
