@@ -278,7 +278,8 @@ def together(model: nn.Module, loops: Mapping[str, Callable[[], T]]) -> dict[str
     step: a pass that a loop makes by itself (`model(...)`) reads the base for this loop alone.
 
     loops: by the name of the adapter that is active in the loop. Only these adapters are trained;
-        PEFT's `set_adapter` is not called, because it freezes all other adapters
+        PEFT's `set_adapter` is not called, because it freezes all other adapters.
+        `model.zero_grad()` drops the gradients of the loop's own
 
     Each loop begins with the caller's generators of random numbers, which are as before in the
     end. Loops run in threads, one at a time and in their order. An error in one ends all.

@@ -17,6 +17,7 @@ from infinity.config.schema import SCHEMA
 from infinity.config.swap import SwapConfig
 from infinity.config.values import ValueType
 
+_SEVERAL = "adapters"  # A list that a file writes as `[[adapter]]`.
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _INTRODUCTION = f"""\
 # The swap-tier file
@@ -95,7 +96,8 @@ def to_toml(
 
 def _header(table: problems.Place) -> str:
     is_entry = isinstance(table[-1], int)
-    name = ".".join(_toml_key(part) for part in table if isinstance(part, str))
+    first = "adapter" if table[0] == _SEVERAL else table[0]
+    name = ".".join(_toml_key(part) for part in (first, *table[1:]) if isinstance(part, str))
     return f"[[{name}]]" if is_entry else f"[{name}]"
 
 
@@ -138,6 +140,8 @@ class _Generator(GenerateJsonSchema):
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a swap-tier file, for editors that complete and check."""
     schema = SwapConfig.model_json_schema(by_alias=True, schema_generator=_Generator)
+    several = schema["properties"].pop(_SEVERAL)
+    schema["properties"]["adapter"]["anyOf"].append({k: several[k] for k in ("type", "items")})
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
 
 
@@ -145,12 +149,14 @@ def to_markdown() -> str:
     """The reference of every section and key, generated from the schema."""
     parts = [_INTRODUCTION]
     for table, section, fields in problems.tables_in(SwapConfig):
+        if table.startswith(_SEVERAL):
+            continue
         title = f"`{problems.written(table)}`" if table else "Top level"
         parts.append(f"## {title}\n\n{' '.join((section.__doc__ or '').split())}\n")
         rows = []
         for key, info in fields.items():
             inner = list(problems.sections_in(info.annotation))
-            if not inner or any(is_list for _, is_list in inner):
+            if key != _SEVERAL and (not inner or any(is_list for _, is_list in inner)):
                 rows.append(_row(key, info))
         if rows:
             head = "| key | value | default | meaning |\n| --- | --- | --- | --- |\n"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -21,7 +22,7 @@ from pydantic import (
 )
 
 from infinity.config import deepspeed, problems
-from infinity.config.schema import SCHEMA, Section, defaults
+from infinity.config.schema import SCHEMA, Section, changed, defaults
 from infinity.config.schema.engine import Distributed, Io, IoEngineName, Precision, Schedule
 from infinity.config.schema.inputs import AdapterConfig, Data, Model
 from infinity.config.schema.optimizer import Optimizer
@@ -36,6 +37,9 @@ IO_ENGINE_VARIABLE = "INFINITY_IO_ENGINE"
 COMMITS_NAME, COPYING_NAME = "commits", "copying"  # In the first swap directory.
 # Chunks that one move of the optimizer holds of each kind of state.
 _NUM_CHUNKS = {"master": 1, "gradients": 1}
+
+_OF_SEVERAL, _UNSET = ("learning_rate", "data", "seed", "output"), (None, ())  # Of [[adapter]].
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 SectionName = Literal["model", "data", "train"]
 
@@ -68,10 +72,91 @@ class SwapConfig(Section):
     optimizer: Optimizer = defaults()
     model: Model | None = None
     adapter: AdapterConfig | None = None
+    adapters: tuple[AdapterConfig, ...] = Field(
+        (), description="Several adapters, each a table `[[adapter]]`, in one run over one base."
+    )
     data: Data | None = None
     train: Train | None = None
     output: Output = defaults()
     checkpoint: Checkpoint | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _several_adapters(cls, value: Any) -> Any:
+        """Reads `[[adapter]]` as `adapters`."""
+        if isinstance(value, dict) and isinstance(value.get("adapter"), (list, tuple)):
+            return value | {"adapter": None, "adapters": value["adapter"]}
+        return value
+
+    @model_validator(mode="after")
+    def _adapters_apart(self) -> SwapConfig:
+        """Refuses adapters that could not be told apart, and what several cannot have."""
+        single = self.adapter and [k for k in _OF_SEVERAL if getattr(self.adapter, k) not in _UNSET]
+        faults = [
+            fault(
+                "belongs to [[adapter]]; write the table so, or leave the key out", "adapter", key
+            )
+            for key in single or ()
+        ]
+        names = [adapter.name for adapter in self.adapters]
+        for index, adapter in enumerate(self.adapters):
+            name, place = adapter.name, ("adapters", index)
+            if name is None or not _ADAPTER_NAME.fullmatch(name):
+                text = f"expected letters, digits, _ and - for each of several; got {name!r}"
+                faults.append(fault(text, *place, "name"))
+            elif names.index(name) < index:
+                faults.append(fault(f"expected another name; {name!r} is used", *place, "name"))
+            if adapter.experts:
+                text = "expected false in each of several adapters: PEFT has one for experts"
+                faults.append(fault(text, *place, "experts"))
+        places = [config.output.directory for config in self.of_adapters()]
+        if self.adapters and (self.adapter or len(set(places)) < len(places)):
+            text = "expected a directory of its own for each, and no [adapter] beside [[adapter]]"
+            faults.append(fault(text, "adapters"))
+        train, checkpoint = self.train, self.checkpoint
+        for is_wrong, text, section, key in (
+            (train and train.method == "dpo", 'expected "sft"', "train", "method"),
+            (train and set(train.report_to) - {"tensorboard"}, 'expected "tensorboard" or none',
+             "train", "report_to"),
+            (checkpoint and checkpoint.durability == "step", 'expected "checkpoint" or "none"',
+             "checkpoint", "durability"),
+        ):  # fmt: skip
+            if self.adapters and is_wrong:
+                faults.append(fault(f"{text} with several adapters ([[adapter]])", section, key))
+        refuse_all(faults)
+        return self
+
+    def of_adapters(self) -> list[SwapConfig]:
+        """Returns the configuration of each adapter as a run of it alone has it; this one where the
+        file has no `[[adapter]]`."""
+        found = []
+        for adapter in self.adapters:
+            own = {"learning_rate": None, "data": (), "seed": None, "output": None}
+            values: dict[str, Any] = {"adapters": (), "adapter": changed(adapter, own)}
+            values["output.directory"] = adapter.output or self.output.directory / str(adapter.name)
+            if self.checkpoint is not None and self.checkpoint.directory is not None:
+                values["checkpoint.directory"] = self.checkpoint.directory / str(adapter.name)
+            if adapter.learning_rate is not None:
+                values["optimizer.lr"] = adapter.learning_rate
+            if adapter.data and self.data is not None:
+                values["data.paths"] = adapter.data
+            for section in ("train", "model"):
+                if adapter.seed is not None and getattr(self, section) is not None:
+                    values[f"{section}.seed"] = adapter.seed
+            found.append(changed(self, values))
+        return found or [self]
+
+    def as_one_adapter(self) -> SwapConfig:
+        """Returns the configuration for a plan: one adapter, which has the parameters of all and
+        the batches of all in a step. This one where the file has no `[[adapter]]`."""
+        if not self.adapters:
+            return self
+        first, values = self.of_adapters()[0], dict[str, Any]()
+        values["adapter.rank"] = sum(adapter.rank for adapter in self.adapters)
+        if first.train is not None:
+            steps = first.train.gradient_accumulation_steps * len(self.adapters)
+            values["train.gradient_accumulation_steps"] = steps
+        return changed(first, values)
 
     @field_validator("placement")
     @classmethod

@@ -41,7 +41,7 @@ from infinity.engine.lay_out import RunPlan, lay_out
 from infinity.engine.open_tiers import OpenTiers, open_tiers
 from infinity.engine.refusals import refuse_model
 from infinity.engine.update_rates import place_updates
-from infinity.errors import InfinityError
+from infinity.errors import CapacityError, InfinityError
 from infinity.modules.autograd.param import OffloadedParam
 from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.originals import Originals
@@ -143,6 +143,20 @@ def build(
     dtypes.narrow_buffers()
     move_buffers(model, engine.device)
     return engine
+
+
+def fits(model: nn.Module, config: SwapConfig, weights: LoadPlan | None) -> bool:
+    """Whether the budgets of one rank can hold the state of a model. Changes nothing."""
+    stored = StoredParams(model, weights if config.placement.reads_in_place else None)
+    dtypes, device = Dtypes(model, config.precision), choose_device(config.tiers.device, None)
+    tiling = Tiling(model, lambda p: dtypes.of(p).itemsize, config.schedule.experts)
+    try:
+        lay_out(model, config, "auto", device, None, tiling, dtypes, stored)
+    except CapacityError:
+        return False
+    finally:
+        tiling.undo()
+    return True
 
 
 @contextmanager

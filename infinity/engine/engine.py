@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -323,8 +323,9 @@ class Engine(Closing):
             self.weight_cache.finish_writes()
 
     @contextmanager
-    def at_rest(self, what: str) -> Iterator[StateAccess]:
-        """Gives access to all state at rest; nothing else moves state inside the `with` block.
+    def at_rest(self, what: str, chosen: Collection[int] | None = None) -> Iterator[StateAccess]:
+        """Gives access to all state at rest, or to that of the `chosen` units; nothing else moves
+        state inside the `with` block.
 
         `what` names the caller in the error that is raised while parameters are in use. With
         several ranks, all of them make the call, and each gets access to its own state.
@@ -344,6 +345,7 @@ class Engine(Closing):
                     self.gradients,
                     self.updater.chunk_nbytes,
                     self.ranks.partition,
+                    chosen,
                 )
             finally:
                 for param in self.params:

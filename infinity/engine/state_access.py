@@ -7,7 +7,7 @@ every location is up to date and nothing else moves state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,16 +64,19 @@ class StateAccess:
     gradients: GradientSink
     chunk_nbytes: int
     partition: Partition | None = None  # None unless ranks share the state.
+    chosen: Collection[int] | None = None  # Units; None: all.
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """The units with state on this rank."""
-        return self.store.units
+        if self.chosen is None:
+            return self.store.units
+        return tuple(unit for unit in self.store.units if unit.index in self.chosen)
 
     @property
     def full_units(self) -> tuple[Unit, ...]:
         """The units of the model, whichever rank keeps their state."""
-        return self.store.units if self.partition is None else self.partition.full_units
+        return self.units if self.partition is None else self.partition.full_units
 
     def is_kept(self, unit: Unit, kind: StateKind) -> bool:
         """Whether this rank, or all ranks together, keep this state kind of one of `full_units`."""

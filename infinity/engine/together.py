@@ -42,7 +42,7 @@ class Loop:
     """A training loop of one adapter. It starts suspended."""
 
     def __init__(self, model: nn.Module, device: torch.device, call: Callable[[], Any]) -> None:
-        self.model = model
+        self.model, self.adapter = model, ""
         self.result: Any = None
         # Asked for at the stop, with the places of their results.
         self.passengers: list[tuple[Passenger, Callable[[Any], None]]] = []
@@ -56,6 +56,7 @@ class Loop:
 
     def activate(self, adapter: str) -> None:
         """Makes this adapter the loop's own, without PEFT's change of `requires_grad`."""
+        self.adapter = adapter
         for values in self._attributes:
             values |= {"active_adapter": adapter} if "active_adapter" in values else {}
             values |= {"_active_adapter": [adapter]} if "_active_adapter" in values else {}
@@ -122,6 +123,7 @@ def run_together(
     flags, kept = process_flags(), Loop(model, device, lambda: None)
     loops = {name: Loop(model, device, call) for name, call in calls.items()}
     try:
+        model.zero_grad = partial(_zero_grad, model)  # type: ignore[method-assign]
         for name, loop in loops.items():
             loop.activate(name)
         going = list(loops.values())
@@ -139,8 +141,20 @@ def run_together(
     finally:
         for loop in loops.values():
             loop.fiber.abandon()
+        vars(model).pop("zero_grad", None)
         set_process_flags(flags)
         kept.fiber.run_on()  # Leaves generators and attributes as they were.
+
+
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """Takes the place of `model.zero_grad`, which would drop gradients of other loops, too."""
+    loop, names = loop_of(model), names_of_adapters(model)
+    for name, parameter in model.named_parameters():
+        if loop is None or adapter_of(name, names) == loop.adapter:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
 
 def _refuse(model: nn.Module, calls: Mapping[str, Any]) -> None:

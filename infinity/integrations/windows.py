@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 
 import infinity
 from infinity.engine.registry import engine_of
+from infinity.engine.together import loop_of
 from infinity.errors import UnsupportedError
 from infinity.integrations.evaluation import EvaluationSweeps
 from infinity.modules.accumulate.purity import describe, is_trusted, own_code, own_method
@@ -237,6 +238,7 @@ class LayerMajorSteps:
         """Whether a window saves bytes, or the forward is repeated anyway."""
         args = self.args
         is_shared = args.gradient_accumulation_steps > 1 or _shares_reference(self)
+        is_shared = is_shared or loop_of(self.model) is not None
         return self.is_layer_major and (is_shared or bool(args.gradient_checkpointing))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -280,8 +282,11 @@ class LayerMajorSteps:
         return losses
 
     def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> None:
+        shared = vars(self.accelerator.gradient_state)  # By all trainers of the process.
+        kept = dict(shared)
         try:
             engine_of(self.model).sweep(forwards)
+            shared |= kept
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{error}. In a Trainer, use prepare_trainer(trainer, layer_major=False)"

@@ -321,6 +321,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         found = self.engine.params_of([parameter]) if owner_of(parameter) is self._engine else []
         return [param for param in found if id(param.handle) in self._params]
 
+    def own_units(self) -> frozenset[int]:
+        """Returns the units that this optimizer updates. Raises ConfigError for one that has other
+        trained parameters as well, and UnsupportedError for several ranks."""
+        own = frozenset(param.unit.index for param in self._params.values())
+        if self.engine.num_ranks > 1:
+            raise UnsupportedError(
+                "a checkpoint of one optimizer among several (whole=False) is for one rank; save "
+                "the whole model"
+            )
+        for param in self.engine.params:
+            is_others = param.handle.requires_grad and id(param.handle) not in self._params
+            if is_others and param.unit.index in own:
+                raise ConfigError(
+                    f"{param.name!r} shares the unit {param.unit.name!r} with parameters of this "
+                    "optimizer; expected an optimizer of all parameters of an adapter, and "
+                    "adapters that are trained for whole=False"
+                )
+        return own
+
     def next_settings(self, param: OffloadedParam) -> Settings:
         """Returns the settings that a step now would use for one parameter of this optimizer."""
         return self.settings_of(self._groups[id(param.handle)], param, self.step_of(param) + 1)

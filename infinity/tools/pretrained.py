@@ -67,7 +67,8 @@ def from_pretrained(
     if config is None:
         config = choose_config(directory, peft_config, is_frozen=is_frozen)
     resolved = for_directory(SwapConfig.load(config), directory, dtype)
-    if peft_config is not None and resolved.adapter is not None:
+    adapters = [*filter(None, [resolved.adapter]), *resolved.adapters]
+    if peft_config is not None and adapters:
         raise ConfigError("peft_config: the file has [adapter]; leave one of them out")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # Small parameters may keep the values of their constructors.
@@ -79,9 +80,10 @@ def from_pretrained(
             torch.manual_seed(seed)
             with without_renaming_notice():
                 model = peft.get_peft_model(model, peft_config)
-        elif resolved.adapter is not None:
+        elif adapters:
+            first, *others = ((a, seed if a.seed is None else a.seed) for a in adapters)
             base = weight_source(directory)
-            model = attach_adapter(model, resolved.adapter, base=base, seed=seed)
+            model = attach_adapter(model, first[0], *others, base=base, seed=first[1])
     if is_frozen:
         model.requires_grad_(False)
     return offload(model, resolved, weights=directory, seed=seed, ignore=ignore)

@@ -107,7 +107,7 @@ def train(
         optimizer.step()
         if not is_plain and loop.max_norm is not None:
             seen[f"norm {step}"] = optimizer.grad_norm
-        optimizer.zero_grad()
+        model.zero_grad()  # Of this loop, although others have a step to make.
         model.eval()
         with torch.no_grad():
             evaluation = model(input_ids=batches[0], labels=batches[0]).loss

@@ -81,6 +81,7 @@ def load(
     optimizer: OffloadedOptimizer | None = None,
     *,
     scheduler: Stateful | None = None,
+    whole: bool = True,
 ) -> Loaded:
     """Restores what `save` wrote; the run then continues with the same bits.
 
@@ -88,6 +89,7 @@ def load(
     model: offloaded, with the architecture and dtypes of the saved one; its placement may differ
     optimizer, scheduler: built with the arguments of the saved run; with None their state is not
         restored, and the run is no exact continuation
+    whole: as it was saved
 
     All ranks call `load` with one path. If another number of ranks wrote the checkpoint, a rank
     that did not save gets `extra` and buffers of the first rank, and keeps its own generators.
@@ -101,10 +103,13 @@ def load(
     # INV-15: what follows is bit-identical to the uninterrupted run.
     engine = engine_of(model)
     with engine.ranks.collective_section("infinity.checkpoint.load: what is there") as asked:
-        found = OpenCheckpoint(find_checkpoint(Path(path)))
+        found, chosen = (
+            OpenCheckpoint(find_checkpoint(Path(path))),
+            chosen_units(optimizer, whole=whole),
+        )
         program = program_of(found, engine.rank)
         _check_program(program, optimizer, scheduler, found.path)
-        with engine.at_rest("infinity.checkpoint.load") as state:
+        with engine.at_rest("infinity.checkpoint.load", chosen) as state:
             found.check_model(state, model, engine.rank)
         found.check_part(engine.rank, engine.num_ranks)
         asked.local = found.path.name.encode()
@@ -114,7 +119,7 @@ def load(
     engine.ranks.begin_change("infinity.checkpoint.load: state is about to change")
     with (
         engine.ranks.collective_section("infinity.checkpoint.load"),
-        engine.at_rest("infinity.checkpoint.load") as state,
+        engine.at_rest("infinity.checkpoint.load", chosen) as state,
     ):
         is_checked = engine.num_ranks > 1  # `check_part` has compared all files.
         with StoredReader(is_checked=is_checked, consequence=_MIXTURE) as reader:
@@ -132,6 +137,15 @@ def load(
         with believing(found.path, "the state of the generators"):
             restore_random_state(program["random"])
     return Loaded(found.path, found.manifest.step, program["extra"], len(found.manifest.places))
+
+
+def chosen_units(optimizer: OffloadedOptimizer | None, *, whole: bool) -> frozenset[int] | None:
+    """Returns the units of which a checkpoint holds the state; None for all."""
+    if whole:
+        return None
+    if optimizer is None:
+        raise ConfigError("whole=False keeps the state of an optimizer's parameters; give it one")
+    return optimizer.own_units()
 
 
 def read_program(path: str | os.PathLike[str], rank: int = 0) -> Loaded:

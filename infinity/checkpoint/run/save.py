@@ -55,7 +55,7 @@ from infinity.checkpoint.run.links import (
     thaw,
     thaw_removed,
 )
-from infinity.checkpoint.run.load import pack_program, random_state
+from infinity.checkpoint.run.load import chosen_units, pack_program, random_state
 from infinity.checkpoint.run.references import read_reference
 from infinity.distributed.sync import CollectiveSection
 from infinity.engine.engine import Engine
@@ -81,6 +81,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     linked: bool = True,
+    whole: bool = True,
 ) -> Path:
     """Writes the checkpoint `directory/step-NNNNNNNN` and returns its path when it is durable.
 
@@ -92,6 +93,8 @@ def save(
     extra: numbers, text, tensors, and lists and dicts of these; ranks may give different ones
     keep: the number of newest checkpoints that stay in the directory, with this one; None keeps all
     linked: False copies all state to safetensors files, which can be moved to another file system
+    whole: False keeps the state of the optimizer's parameters alone, without links: of an adapter
+        among several in `infinity.together`. `load(..., whole=False)` leaves the others as they are
 
     State on NVMe is linked instead of copied if `[checkpoint]` of the configuration keeps spare
     generations, one is left, and the directory is on the file system of the swap directories.
@@ -106,7 +109,7 @@ def save(
     """
     saving = async_save(
         directory, model, optimizer,
-        scheduler=scheduler, step=step, extra=extra, keep=keep, linked=linked,
+        scheduler=scheduler, step=step, extra=extra, keep=keep, linked=linked, whole=whole,
     )  # fmt: skip
     return saving.wait()
 
@@ -121,6 +124,7 @@ def async_save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     linked: bool = True,
+    whole: bool = True,
 ) -> Saving:
     """Writes a checkpoint as `save`, but returns before a copy to another file system ends.
 
@@ -137,10 +141,10 @@ def async_save(
     """
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is written")
-    engine = engine_of(model)
+    engine, linked = engine_of(model), linked and whole
     target, commits = Path(directory), engine.commit_directory
     with engine.ranks.collective_section("infinity.checkpoint.save") as asked:
-        program = _Program.of(optimizer, scheduler, step, extra)
+        program = _Program.of(optimizer, scheduler, step, extra, whole=whole)
         last = _await_last(engine)
         copying = _copying_directory(engine, target, program.step) if linked else None
         own = _own_commits(engine, commits)
@@ -291,6 +295,7 @@ class _Program:
 
     step: int
     content: bytes
+    chosen: Collection[int] | None  # The units that the checkpoint holds; None: all.
 
     @classmethod
     def of(
@@ -299,7 +304,10 @@ class _Program:
         scheduler: Stateful | None,
         step: int | None,
         extra: Mapping[str, Any] | None,
+        *,
+        whole: bool = True,
     ) -> _Program:
+        chosen = chosen_units(optimizer, whole=whole)
         named = optimizer.named_state() if optimizer is not None else None
         if step is None:
             if named is None:
@@ -313,7 +321,7 @@ class _Program:
                 "extra": dict(extra or {}),
             }
         )
-        return cls(step, content)
+        return cls(step, content, chosen)
 
 
 def _refuse_different(call: str, asked: CollectiveSection) -> None:
@@ -372,7 +380,7 @@ def _write_checkpoint(
     num_spares = count_spares(engine.config, num_ranks=engine.num_ranks)
     try:
         with (
-            engine.at_rest("infinity.checkpoint") as state,
+            engine.at_rest("infinity.checkpoint", program.chosen) as state,
             ExitStack() as naming,
         ):
             if volume is not None and volume.num_spares:

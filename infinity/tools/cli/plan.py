@@ -247,7 +247,7 @@ def _load_config(
         table.setdefault("schedule", {}).setdefault("micro_batch", _ADAPTER_MICRO_BATCH)
         tiers = ["host", "nvme"] if "nvme" in table["tiers"] else ["host"]
         table.setdefault("placement", {}).setdefault("activations", tiers)
-    config = with_located_model(SwapConfig.from_table(table, source))
+    config = with_located_model(SwapConfig.from_table(table, source)).as_one_adapter()
     if not by_name:
         refuse_absent_model_of(config)
     return settle(config)

@@ -103,8 +103,9 @@ def _refuse(config: SwapConfig, resume_from: Path | None) -> None:
     from infinity.config.extras import require_training
     from infinity.config.paths import refuse_absent_inputs
 
-    require_training(has_adapter=config.adapter is not None)
-    refuse_absent_inputs(config)
+    for each in config.of_adapters():
+        require_training(has_adapter=each.adapter is not None)
+        refuse_absent_inputs(each)
     if resume_from is not None:
         find_checkpoint(resume_from)
 

@@ -30,6 +30,7 @@ from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, reporting
+from infinity.modules.reading.adapters import adapter_of, names_of_adapters
 from infinity.modules.reading.configuration import towers
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import MIB
@@ -64,11 +65,16 @@ def without_renaming_notice() -> Iterator[None]:
 
 
 def attach_adapter(
-    model: Any, options: AdapterConfig, *, base: WeightSource | None, seed: int
+    model: Any,
+    options: AdapterConfig,
+    *others: tuple[AdapterConfig, int],
+    base: WeightSource | None,
+    seed: int,
 ) -> Any:
     """Returns the model with the adapter of `[adapter]` around it; the base is frozen.
 
     model: on meta, from `infinity.init_empty_weights`; the adapter has memory and values
+    others: further adapters with their seeds; each has the values that it would have alone
     base: the base's weights, whose directory adapter_config.json names
     seed: of the first values; they are those of `peft.get_peft_model` after `torch.manual_seed`
 
@@ -80,19 +86,43 @@ def attach_adapter(
             "adapter: expected model.path, the directory of the base's weights; got "
             "[model.config], whose random weights no other program could find again"
         )
+    identity, adapted, wanted = identify(base), model, [(options, seed), *others]
+    parts = {part for name, _ in model.named_parameters() for part in name.split(".")}
+    if taken := [each.name for each, _ in wanted if each.name in parts]:
+        raise ConfigError(
+            f"adapter.name: {type(model).__name__} has a part called {taken[0]!r}; expected "
+            "another name"
+        )
+    # Of the base alone, which has no modules of adapters.
+    configs = [_config(model, options, base, identity) for options, _ in wanted]
+    for (options, seed), config in zip(wanted, configs, strict=True):
+        torch.manual_seed(seed)
+        adapted = _wrapped(adapted, config, options)
+        if options.resume is not None:
+            _load(adapted, options.resume, base, name_of(options))
+    names = names_of_adapters(adapted) if others else ()
+    for name, parameter in adapted.named_parameters():
+        if adapter_of(name, names):  # PEFT trains one of several.
+            parameter.requires_grad_(True)
+    _BASES[adapted] = identity
+    return adapted
+
+
+def name_of(options: AdapterConfig) -> str:
+    """Returns the name that PEFT knows the adapter by."""
+    return options.name or "default"
+
+
+def _config(
+    model: nn.Module, options: AdapterConfig, base: WeightSource, identity: BaseIdentity
+) -> Any:
     config = _new_config(model, options) if options.resume is None else _saved_config(options)
-    identity = identify(base)
     if options.resume is not None and not options.any_base:
         check_base(options.resume, identity, config.base_model_name_or_path)
     config.base_model_name_or_path = str(base.path)
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
-    torch.manual_seed(seed)
-    adapted = _wrapped(model, config, options)
-    if options.resume is not None:
-        _load(adapted, options.resume, base)
-    _BASES[adapted] = identity
-    return adapted
+    return config
 
 
 def check_new_adapter(model: Any, options: AdapterConfig) -> None:
@@ -105,22 +135,26 @@ def check_new_adapter(model: Any, options: AdapterConfig) -> None:
 def _wrapped(model: Any, config: Any, options: AdapterConfig) -> Any:
     import peft
 
+    name = name_of(options)
     try:
         with without_renaming_notice():
-            adapted = peft.get_peft_model(model, config)
+            if isinstance(model, peft.PeftModel):
+                model.add_adapter(name, config)
+            else:
+                model = peft.get_peft_model(model, config, name)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         # PEFT raises these for targets that are absent and for layers that it cannot adapt.
         if options.resume is None:
             _refuse_absent_targets(model, options.targets)
         raise ConfigError(f"adapter: {' '.join(str(error).split())}") from error
-    takes_experts = adapted.peft_config["default"].target_parameters
+    takes_experts = model.peft_config[name].target_parameters
     if options.resume is None and not options.experts and takes_experts:
         raise ConfigError(
             f"adapter.targets: PEFT takes {listed(list(options.targets))} of a "
             f"{type(model).__name__} for its routed experts; set adapter.experts = true to adapt "
             "them, or leave gate_proj, up_proj and down_proj out"
         )
-    return adapted
+    return model
 
 
 def refuse_tokens_of_head(adapted: Any) -> None:
@@ -137,12 +171,14 @@ def refuse_tokens_of_head(adapted: Any) -> None:
         )
 
 
-def adapter_nbytes(model: nn.Module) -> int:
+def adapter_nbytes(model: nn.Module, adapter: str) -> int:
     """Returns the bytes of the adapter's parameters."""
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in _trained(model))
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in _trained(model, adapter))
 
 
-def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
+def save_adapter(
+    model: Any, directory: Path, *, tokenizer: Any = None, adapter: str = "default"
+) -> None:
     """Writes adapter_config.json and adapter_model.safetensors for `PeftModel.from_pretrained`.
 
     Beside them goes the identity of the base, if `attach_adapter` has attached the adapter.
@@ -150,7 +186,7 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
     weights last. Raises StorageError, and leaves an earlier adapter as it was.
     """
     engine = engine_of(model)
-    values = {name: engine.read_parameter(name) for name, _ in _trained(model)}
+    values = {name: engine.read_parameter(name) for name, _ in _trained(model, adapter)}
     values |= dict(
         model.named_buffers(remove_duplicate=False)
     )  # Of modules that the adapter replaces.
@@ -163,8 +199,12 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
                 partial,
                 state_dict=values,
                 save_embedding_layers=False,
-                selected_adapters=["default"],  # TRL adds a second one, the reference of "dpo".
+                selected_adapters=[adapter],  # TRL adds a second one, the reference of "dpo".
             )
+            for file in (partial / adapter).glob("*"):  # Where PEFT puts any but "default".
+                file.rename(partial / file.name)
+            if adapter != "default":
+                (partial / adapter).rmdir()
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             if model in _BASES:
@@ -344,13 +384,15 @@ def _refuse_contradictions(path: Path, config: Any, options: AdapterConfig) -> N
         raise ConfigError("; ".join(wrong) + ": leave out the key, or begin without adapter.resume")
 
 
-def _load(adapted: Any, path: Path, base: WeightSource) -> None:
+def _load(adapted: Any, path: Path, base: WeightSource, adapter: str) -> None:
     """Loads a saved adapter after every name and shape of its header has been compared."""
     import peft
 
     _refuse_exchanged_experts(adapted, path)
     own = dict(adapted.named_parameters()) | dict(adapted.named_buffers(remove_duplicate=False))
-    wanted = peft.get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)
+    wanted = peft.get_peft_model_state_dict(
+        adapted, state_dict=own, adapter_name=adapter, save_embedding_layers=False
+    )
     file = path / WEIGHTS_NAME
     with SafetensorsReader(file) as reader:
         found = {name: info.shape for name, info in reader.tensors.items()}
@@ -371,7 +413,7 @@ def _load(adapted: Any, path: Path, base: WeightSource) -> None:
                     f"{found[name]}, expected {tuple(tensor.shape)} on {_base_name(adapted)}"
                 )
         values = {name: reader.read(name) for name in wanted}
-    peft.set_peft_model_state_dict(adapted, values)
+    peft.set_peft_model_state_dict(adapted, values, adapter_name=adapter)
 
 
 def _refuse_exchanged_experts(adapted: Any, path: Path) -> None:
@@ -442,12 +484,15 @@ def _base_name(adapted: Any) -> str:
     return type(adapted.get_base_model()).__name__
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, parameter) of the trainable parameters, a tiled one under its own name."""
+def _trained(model: nn.Module, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, parameter) of the trainable parameters, a tiled one under its own name, without
+    those of other adapters."""
+    others = set(names_of_adapters(model)) - {adapter}
     for path, module in modules_of(model):
         for leaf, parameter in parameters_of(module).items():
-            if parameter is not None and parameter.requires_grad:
-                yield f"{path}.{leaf}" if path else leaf, parameter
+            name = f"{path}.{leaf}" if path else leaf
+            if parameter is not None and parameter.requires_grad and not adapter_of(name, others):
+                yield name, parameter
 
 
 def _linear_names(model: nn.Module) -> Iterator[str]:

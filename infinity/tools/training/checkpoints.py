@@ -142,7 +142,8 @@ def identity_of(config: SwapConfig, tokens_sha256: str, *, num_ranks: int = 1) -
         facts["schedule.micro_batch"] = table["schedule"]["micro_batch"]
     facts["model.config"] = table["model"]["config"]
     if config.adapter is not None:
-        own = {"resume", "any_base"}  # The values are in the checkpoint.
+        # The values are in the checkpoint; the last ones are those of other keys.
+        own = {"resume", "any_base", "name", "learning_rate", "data", "seed", "output"}
         facts |= {f"adapter.{k}": v for k, v in table["adapter"].items() if k not in own}
     facts["the SHA-256 of the tokens"] = tokens_sha256
     return {_IDENTITY: facts}
@@ -198,6 +199,8 @@ class RunCheckpoints:
         self._reporter = reporter
         self._summary = summary
         self._identity = identity_of(config, job.tokens_sha256, num_ranks=job.rank.count)
+        # The checkpoint of one of several adapters holds no other.
+        self._is_whole = config.adapter is None or config.adapter.name is None
         self._accepted: list[str] = []  # Changes since the checkpoint.
         self._saved_step = 0  # The step of the newest complete checkpoint.
         self._saving: Saving | None = None  # The checkpoint that is being copied.
@@ -241,7 +244,9 @@ class RunCheckpoints:
         path, trainer = self._job.resume.path, self._job.trainer
         scheduler, optimizer = trainer.lr_scheduler, trainer.offloaded_optimizer
         with naming_older(self._config, path):
-            loaded = load(path, self._job.model, optimizer, scheduler=scheduler)
+            loaded = load(
+                path, self._job.model, optimizer, scheduler=scheduler, whole=self._is_whole
+            )
         if self._accepted:
             follow(scheduler, optimizer, self._config.optimizer.lr)
         self._summary.resumed_at = loaded.step
@@ -304,6 +309,7 @@ class RunCheckpoints:
                 self._job.model,
                 self._job.trainer.offloaded_optimizer,
                 keep=checkpoint.keep,
+                whole=self._is_whole,
                 **self._position(step),
             )
         self._saved_step = step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from infinity.checkpoint.huggingface.export_weights import plan_export
 from infinity.checkpoint.run.load import Loaded
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
-from infinity.tools.training.adapter import adapter_nbytes
+from infinity.tools.training.adapter import adapter_nbytes, name_of
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
@@ -46,15 +47,41 @@ class Job:
     started_s: float
 
 
-def prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: JobRank) -> Job:
-    """Checks everything that can be refused without making a swap file."""
+def prepare(
+    configs: Sequence[SwapConfig],
+    stack: ExitStack,
+    resumed: Sequence[Loaded | None],
+    rank: JobRank,
+) -> list[Job]:
+    """Checks everything that can be refused without making a swap file. Returns a job for each
+    configuration: one, or those of several adapters over one model."""
+    config = configs[0]
     assert config.model and config.data and config.train
     started_s = time.perf_counter()
     if config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)
     batch_of(config)
-    plan, tokenizer, prompt_ids = _read_model(config)
-    model = build_model(plan, config)
+    read = _read_model(config)
+    model = build_model(read[0], config, configs[1:])
+    return [
+        _prepare(config, stack, resume, rank, model, *read, started_s=started_s)
+        for config, resume in zip(configs, resumed, strict=True)
+    ]
+
+
+def _prepare(
+    config: SwapConfig,
+    stack: ExitStack,
+    resume: Loaded | None,
+    rank: JobRank,
+    model: Any,
+    plan: ModelPlan,
+    tokenizer: Tokenizer,
+    prompt_ids: list[int],
+    *,
+    started_s: float,
+) -> Job:
+    assert config.data
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     output = None
     if rank.is_first:
@@ -67,7 +94,7 @@ def prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: J
                 output.path,
                 plan_export(model, max_shard_nbytes=max_nbytes).nbytes
                 if config.adapter is None
-                else adapter_nbytes(model),
+                else adapter_nbytes(model, name_of(config.adapter)),
             )
     data = open_data(
         config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,9 @@ def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
     return ModelPlan(hf_config=hf_config, weights=weights, path=model.path)
 
 
-def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
+def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig] = ()) -> Any:
     """Builds the causal LM on meta, with real buffers, for `infinity.offload`; with `[adapter]`,
-    the adapter around it, which has memory and values.
+    the adapter around it, which has memory and values, and those of `others` beside it.
 
     Towers beside the text model are frozen. Checks every name and shape of the checkpoint against
     the model. Raises ConfigError if the architecture has no language model, cannot
@@ -104,7 +104,8 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
         checkpoint_activations(model)
     if config.adapter is not None:
         seed = config.model.seed
-        model = attach_adapter(model, config.adapter, base=plan.weights, seed=seed)
+        beside = [(c.adapter, c.model.seed) for c in others if c.adapter and c.model]
+        model = attach_adapter(model, config.adapter, *beside, base=plan.weights, seed=seed)
         refuse_tokens_of_head(model)
     return model
 

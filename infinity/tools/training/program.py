@@ -24,21 +24,33 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import set_seed
 
 import infinity
-from infinity.checkpoint import export_safetensors
+from infinity.checkpoint import export_safetensors, weight_source
 from infinity.checkpoint.durable import replace_file
 from infinity.config import SwapConfig
-from infinity.errors import InfinityError, NonFiniteError
+from infinity.config.schema import changed
+from infinity.config.schema.inputs import AdapterConfig
+from infinity.engine.build import fits
+from infinity.errors import (
+    CapacityError,
+    ConfigError,
+    InfinityError,
+    NonFiniteError,
+    UnsupportedError,
+)
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
-from infinity.tools.training.adapter import save_adapter, without_renaming_notice
+from infinity.tools.training.adapter import name_of, save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
 from infinity.tools.training.ending import Notices, model_card, next_commands
 from infinity.tools.training.job import Job, prepare
@@ -102,7 +114,8 @@ class Products:
         tokenizer = self._job.data.processor or self._job.tokenizer.tokenizer
         with self._summary.phase("export_s"):
             if self._config.adapter is not None:
-                save_adapter(self._job.model, directory, tokenizer=tokenizer)
+                name = name_of(self._config.adapter)
+                save_adapter(self._job.model, directory, tokenizer=tokenizer, adapter=name)
             else:
                 export_safetensors(
                     self._job.model,
@@ -157,7 +170,10 @@ class Run:
         self._job = job
         self._trainer = job.trainer
         self.summary = Summary(steps=job.num_steps, num_parameters=job.num_parameters)
-        self._reporter = Reporter(console, steps=job.num_steps, log_every=config.train.log_every)
+        self._name = (config.adapter and config.adapter.name) or ""  # Of one among several.
+        self._reporter = Reporter(
+            console, steps=job.num_steps, log_every=config.train.log_every, name=self._name
+        )
         self.checkpoints = RunCheckpoints(config, job, self._reporter, self.summary)
         self._products = Products(config, job, self._reporter, self.summary)
         self._engine: Any = None
@@ -171,6 +187,11 @@ class Run:
         self._notices = Notices(config, self.summary, self._reporter)
 
     @property
+    def model(self) -> Any:
+        """The model that is trained."""
+        return self._job.model
+
+    @property
     def num_steps(self) -> int:
         """The steps that are done, with those before a resumed run."""
         return int(self._trainer.state.global_step)
@@ -180,20 +201,47 @@ class Run:
         for change in changes:
             self._reporter.note(change)
 
-    def set_up(self) -> None:
-        """Makes the tiers and streams the weights into them."""
+    def set_up(self, *, is_first: bool = True) -> None:
+        """Makes the tiers and streams the weights into them, unless another run has done so."""
         self._reporter.note(self._description())
         self.checkpoints.clear_way()
+        if is_first:
+            self._offload()
+        assert self._config.train is not None
+        self._engine, train = infinity.engine_of(self._job.model), self._config.train
+        is_layer_major = None if self._config.schedule.micro_batch is not None else False
+        if (why := why_plain(self._trainer)) and self._name:
+            raise ConfigError(
+                f"adapters: several adapters cannot share the reads of the base: {why}"
+            )
+        if is_layer_major is None and why is None:
+            is_layer_major = True  # Its order is that of `infinity train` itself.
+        # With an adapter all micro-batches of a step pass a block together, else those of a batch.
+        window = None
+        if self._config.adapter is None:
+            window = train.batch_size // batch_of(self._config)[0]
+        prepare_trainer(self._trainer, layer_major=is_layer_major, window=window)
+
+    def _offload(self) -> None:
         resume = self._job.resume.path if self._job.resume is not None else None
         config = self._config
+        if self._name:  # Checkpoints hold one adapter each; none is linked.
+            resume = None
+            if config.checkpoint is not None:
+                config = changed(config, {"checkpoint.durability": "none"})
         if self._job.reference is not None:
             config, apart = share_budgets(config)
-        model, train, options = self._job.model, self._config.train, self._config.model
-        assert train is not None and options is not None
-        infinity.offload(
-            model, config, weights=options.path, seed=options.seed, ignore=options.ignore,
-            resume=resume, group=self._job.rank.topology,
-        )  # fmt: skip
+        model, options = self._job.model, self._config.model
+        assert options is not None
+        try:
+            infinity.offload(
+                model, config, weights=options.path, seed=options.seed, ignore=options.ignore,
+                resume=resume, group=self._job.rank.topology,
+            )  # fmt: skip
+        except CapacityError as error:
+            if self._name:
+                error.args = (f"{error}; {_how_many_fit(model, config)}",)
+            raise
         if self._job.reference is not None:
             reference = self._job.reference
             infinity.offload(reference, apart, weights=options.path, ignore=options.ignore)
@@ -205,17 +253,6 @@ class Run:
         if self._tracing is not None:
             self._tracing.follow(engine.counters.tracer, self._reporter.note)
         give_back()
-        is_layer_major = None if self._config.schedule.micro_batch is not None else False
-        if is_layer_major is None and why_plain(self._trainer) is None:
-            is_layer_major = True  # Its order is that of `infinity train` itself.
-        # With an adapter all micro-batches of a step pass a block together, else those of a batch.
-        window = None
-        if self._config.adapter is None:
-            window = train.batch_size // batch_of(self._config)[0]
-        prepare_trainer(self._trainer, layer_major=is_layer_major, window=window)
-        model.train()
-        # Dropout starts alike for every source of weights, and differs on every rank.
-        torch.manual_seed(train.seed + self._job.rank.rank)
 
     def _description(self) -> str:
         assert self._config.data is not None
@@ -240,6 +277,12 @@ class Run:
         """Makes steps until the last one or until `interrupt` requests an end; then a
         checkpoint."""
         self._interrupt, resume = interrupt, self._job.resume
+        assert self._config.train is not None
+        self._job.model.train()
+        if self._name:  # As the trainer did before others were made.
+            set_seed(self._config.train.seed)
+        # Dropout starts alike for every source of weights, and differs on every rank.
+        torch.manual_seed(self._config.train.seed + self._job.rank.rank)
         try:
             if resume is None:
                 self._begin()
@@ -351,6 +394,7 @@ class Run:
         """Called after evaluation and trackers. Writes the metrics and what is to be kept of the
         step. Returns whether the run ends."""
         assert self._interrupt is not None and self._config.train is not None
+        self._line |= {"adapter": self._name} if self._name else {}
         self._line |= {
             "held_out_loss": step.held_out_loss,
             "steps": self._job.num_steps,
@@ -385,13 +429,17 @@ def train(
     `trace` writes a timeline of some steps, also if the run ends early. `resume` continues from the
     newest checkpoint of `[checkpoint]`, or begins if there is none. `resume_from` continues from
     one checkpoint, or from the newest in a directory. `accept_changes` continues also with another
-    learning rate, schedule or number of steps, and prints what differs.
+    learning rate, schedule or number of steps, and prints what differs. With `[[adapter]]` the
+    summary is the first one's, and has those of all.
     """
     config.require("model", "data", "train")
     assert config.train is not None
     require_trackers(config.train.report_to)
-    settled = choices(config)
-    config = settle(config)
+    configs = config.of_adapters()
+    settled = choices(configs[0])
+    configs = [settle(each) for each in configs]
+    if len(configs) > 1 and resume_from is not None:
+        raise ConfigError("--resume-from is for one adapter; go on with all of them by --resume")
     keep_freed_memory()
     # So long a thread that runs Python holds up a launch of a kernel; it is 5 ms without this. On
     # an H200 a launch beside such a thread takes 0.9 ms in the place of 8.
@@ -400,26 +448,71 @@ def train(
     console = console or Console()
     with ExitStack() as stack:
         stack.enter_context(without_renaming_notice())
-        rank = stack.enter_context(job_rank(config))
+        rank = stack.enter_context(job_rank(configs[0]))
+        if config.adapters and rank.count > 1:
+            raise UnsupportedError(
+                "several adapters ([[adapter]]) train on one rank; start `infinity train` without "
+                "torchrun, or train one adapter over ranks"
+            )
         if not rank.is_first:
             console, trace = Console(quiet=True), None
         for text in lines_of(settled):  # Before data is counted by a tokenizer that is not meant.
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-        resumed = plan_resume(config, resume=resume, resume_from=resume_from)
-        job = prepare(config, stack, resumed, rank)
+        resumed = [plan_resume(c, resume=resume, resume_from=resume_from) for c in configs]
+        jobs = prepare(configs, stack, resumed, rank)
         if trace is not None:
-            trace.check(num_steps=job.num_steps)
-        run = Run(config, job, console, trace)
-        stack.callback(run.close)
-        accepted = run.checkpoints.check(accept_changes=accept_changes)
-        run.note(accepted)
-        run.set_up()
+            trace.check(num_steps=jobs[0].num_steps)
+        runs: list[Run] = []
+        for each, job in zip(configs, jobs, strict=True):
+            runs.append(run := Run(each, job, console, trace if not runs else None))
+            stack.callback(run.close)
+            run.note(run.checkpoints.check(accept_changes=accept_changes))
+        for run in runs:
+            run.set_up(is_first=run is runs[0])
         written = "the export" if config.checkpoint is None else "a checkpoint"
         with Interrupt(_STOP_NOTICE.format(written)) as interrupt:
-            try:
-                run.train(interrupt)
-                run.finish(interrupt)
-            except Exception as error:
-                run.fail(error)
+            _train_all(runs, [each.adapter for each in configs], interrupt)
+            return runs[0].summary, interrupt.exit_code
+
+
+def _how_many_fit(model: Any, config: SwapConfig) -> str:
+    """Returns which adapter does not fit the budgets. Deletes adapters of the model."""
+    assert config.model is not None and config.model.path is not None
+    names = list(model.peft_config)
+    for count in range(len(names) - 1, 0, -1):
+        model.delete_adapter(names[count])
+        plan = weight_source(config.model.path).plan(model, ignore=config.model.ignore)
+        if fits(model, config, plan):
+            return (
+                f"adapter {names[count]!r} does not fit: the first {count} of {len(names)} would, "
+                "in a run of their own"
+            )
+    return f"not even the first adapter, {names[0]!r}, would fit alone"
+
+
+def _train_all(
+    runs: Sequence[Run], adapters: Sequence[AdapterConfig | None], interrupt: Interrupt
+) -> None:
+    """Trains and finishes the runs, those of several adapters together. One whose loss is not
+    finite ends without the others; its error is raised when they have ended."""
+    failed: list[NonFiniteError] = []
+
+    def go(run: Run) -> None:
+        try:
+            run.train(interrupt)
+            run.finish(interrupt)
+        except Exception as error:
+            run.fail(error)
+            if len(runs) == 1 or not isinstance(error, NonFiniteError):
                 raise
-            return run.summary, interrupt.exit_code
+            failed.append(error)
+
+    if len(runs) == 1:
+        go(runs[0])
+        return
+    names = [name_of(adapter) for adapter in adapters if adapter]
+    loops = {name: partial(go, run) for name, run in zip(names, runs, strict=True)}
+    runs[0].summary.others = {n: run.summary for n, run in list(zip(names, runs, strict=True))[1:]}
+    infinity.together(runs[0].model, loops)
+    for error in failed:
+        raise error

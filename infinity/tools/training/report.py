@@ -177,6 +177,7 @@ class Summary:
     update_on: str = "host"
     # Outputs that could not be written, except weights.
     lost: list[str] = field(default_factory=list)
+    others: dict[str, Summary] = field(default_factory=dict)  # Of further adapters.
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -249,6 +250,7 @@ class Summary:
             "export_directory": self.export_directory,
             "sample": self.sample,
             "lost": self.lost,
+            **({"others": {n: o.to_dict() for n, o in self.others.items()}} if self.others else {}),
         }
 
     def _link(self, name: str, elapsed_s: float) -> dict[str, float | None]:
@@ -276,11 +278,12 @@ class Reporter:
     On a terminal it keeps a bar, otherwise it prints one plain line per `log_every` steps.
     Both have the time that is left, and fit the width of the console, 80 columns in a log.
     `start` replaces the metrics of an earlier run, or keeps those up to the resumed step; before
-    `start` only `note` may be called. Without a path there are no metrics.
+    `start` only `note` may be called. Without a path there are no metrics. A run with a `name`,
+    one of several in the process, begins each line with it and has no bar.
     """
 
-    def __init__(self, console: Console, *, steps: int, log_every: int) -> None:
-        self._console = console
+    def __init__(self, console: Console, *, steps: int, log_every: int, name: str = "") -> None:
+        self._console, self._name = console, name
         self._steps = steps
         self._log_every = log_every
         self._metrics: MetricsFile | None = None
@@ -294,6 +297,7 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """Prints a line above the bar."""
+        text = f"{self._name}: {text}" if self._name else text
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, line: Line, left_s: float | None = None) -> None:
@@ -304,10 +308,11 @@ class Reporter:
         if line["held_out_loss"] is not None:
             self._held_out_loss = line["held_out_loss"]
         line, width = {"steps": self._steps, **line}, self._console.width
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._name:  # A terminal has one bar.
             width -= _BAR_WIDTH + 2
             self._show(step, shown(line, self._held_out_loss, left_s, width))
         elif step % self._log_every == 0 or step in (1, self._steps):
+            width -= len(self._name) + 2 if self._name else 0
             self.note(shown(line, self._held_out_loss, left_s, width))
         if line["skipped"] is not None:
             self.note(f"step {step} is skipped: {line['skipped']}")

@@ -28,10 +28,12 @@ from infinity.config import Optimizer, SwapConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.integrations.hf import OffloadedTrainer
+from infinity.modules.reading.adapters import adapter_of, names_of_adapters
 from infinity.modules.tiling.split import named_parameters_of
 from infinity.optimizers.algorithms import OPTIMIZERS
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.private.torch import tree_leaves
+from infinity.tools.training.adapter import name_of
 from infinity.tools.training.job_data import JobData, check_amount
 from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.tokenizers import Tokenizer
@@ -64,13 +66,16 @@ class Step:
     spoilt: tuple[Any, Any] | None = None
 
 
-def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Returns groups of the trainable parameters, each once: those with weight decay, and the
-    others."""
+def parameter_groups(
+    model: torch.nn.Module, optimizer: Optimizer, adapter: str = "default"
+) -> list[dict[str, Any]]:
+    """Returns groups of the trainable parameters, each once, without those of other adapters: those
+    with weight decay, and the others."""
+    others = set(names_of_adapters(model)) - {adapter}
     decayed: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
     for name, parameter in named_parameters_of(model):
-        if parameter.requires_grad:
+        if parameter.requires_grad and not adapter_of(name, others):
             (decayed if optimizer.has_decay(name) else rest).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": optimizer.weight_decay},
@@ -79,12 +84,15 @@ def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[
     return [group for group in groups if group["params"]]
 
 
-def make_optimizer(model: torch.nn.Module, options: Optimizer) -> OffloadedOptimizer:
-    """Returns the optimizer of `[optimizer]` over the trainable parameters."""
+def make_optimizer(
+    model: torch.nn.Module, options: Optimizer, adapter: str = "default"
+) -> OffloadedOptimizer:
+    """Returns the optimizer of `[optimizer]` over the trainable parameters of one adapter, or of a
+    model without one."""
     own = set(options.keys) & {"betas", "eps", "momentum", "dampening", "nesterov"}
     make: Callable[..., OffloadedOptimizer] = OPTIMIZERS[options.name]
     return make(
-        parameter_groups(model, options),
+        parameter_groups(model, options, adapter),
         lr=options.lr,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
@@ -320,6 +328,7 @@ class RunTrainer(OffloadedTrainer):
         """Takes what the methods need; checks the amount of data."""
         assert config.train is not None and config.data is not None
         self._options, self._rank = config.optimizer, rank
+        self._adapter = "default" if config.adapter is None else name_of(config.adapter)
         self._nonfinite = config.train.nonfinite
         self._patience = config.train.early_stopping_patience
         self._num_skipped = 0  # In a row.
@@ -402,7 +411,9 @@ class RunTrainer(OffloadedTrainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """Makes the optimizer of `[optimizer]` once, and returns it."""
         if self.optimizer is None:
-            self.offloaded_optimizer = made = make_optimizer(self.model, self._options)
+            self.offloaded_optimizer = made = make_optimizer(
+                self.model, self._options, self._adapter
+            )
             self._update = made.step
             step = MethodType(lambda *_: self._step_or_skip(), made)
             made.step = step  # type: ignore[method-assign]

@@ -1,0 +1,161 @@
+"""`infinity train` with several `[[adapter]]`: each has the bits of a run of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from infinity.config import SwapConfig
+from infinity.errors import CapacityError, ConfigError
+from tests.support.bits import assert_same
+from tests.support.forked import COMMAND, Script
+
+from .test_adapter import run, save_base, table  # noqa: F401
+
+KEPT = ("step", "loss", "grad_norm", "held_out_loss", "learning_rate", "num_tokens", "epoch")
+
+
+@pytest.fixture
+def several(table: dict[str, Any], tmp_path: Path) -> dict[str, Any]:  # noqa: F811
+    """Three adapters of other ranks, rates, seeds and data; one ends early."""
+    other = "".join(f"{i} times three is {3 * i}\n" for i in range(500))
+    (tmp_path / "other.txt").write_text(other)
+    save_base(tmp_path / "base")
+    table["adapter"] = [
+        {"name": "wide", "rank": 8, "dropout": 0.2, "learning_rate": 0.02, "seed": 1},
+        {"name": "dora", "rank": 2, "method": "dora", "data": str(tmp_path / "other.txt"),
+         "output": str(tmp_path / "elsewhere")},
+        {"name": "plain", "rank": 4, "targets": ["q_proj", "v_proj"], "seed": 3},
+    ]  # fmt: skip
+    table["train"] |= {"schedule": "linear", "eval_every": 2, "eval_batches": 2}
+    return table
+
+
+def alone(table: dict[str, Any], tmp_path: Path) -> dict[str, tuple[Any, Any, Any]]:  # noqa: F811
+    """What each adapter's own run leaves, in a directory of its own."""
+    found = {}
+    for adapter, config in zip(table["adapter"], SwapConfig.load(table).of_adapters(), strict=True):
+        own = config.to_dict()
+        own["output"]["directory"] = str(tmp_path / f"alone-{adapter['name']}")
+        run(own)
+        found[adapter["name"]] = left_by(Path(own["output"]["directory"]))
+    return found
+
+
+def left_by(directory: Path) -> tuple[Any, Any, Any]:
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    described = json.loads((directory / "adapter_config.json").read_text())
+    return (
+        [{key: line[key] for key in KEPT} for line in lines],
+        load_file(directory / "adapter_model.safetensors"),
+        described,
+    )
+
+
+def places(table: dict[str, Any]) -> dict[str, Path]:  # noqa: F811
+    configs = SwapConfig.load(table).of_adapters()
+    return {str(c.adapter and c.adapter.name): c.output.directory for c in configs}
+
+
+def compare(table: dict[str, Any], expected: dict[str, tuple[Any, Any, Any]]) -> None:  # noqa: F811
+    for name, place in places(table).items():
+        found = left_by(place)
+        assert found[0] == expected[name][0], name
+        assert_same(expected[name][1], found[1], is_ordered=False)
+        for described in (found[2], expected[name][2]):
+            for key in ("target_modules", "exclude_modules"):
+                described[key] = sorted(described[key] or ())
+        assert found[2] == expected[name][2]
+
+
+@pytest.mark.parametrize("accumulation", [1])
+def test_every_adapter_has_the_bits_of_its_own_run(
+    several: dict[str, Any], tmp_path: Path, accumulation: int
+) -> None:
+    several["train"]["gradient_accumulation_steps"] = accumulation
+    expected = alone(several, tmp_path)
+    summary = run(several)
+    assert sorted(summary["others"]) == ["dora", "plain"]
+    compare(several, expected)
+    lines = (places(several)["dora"] / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["adapter"] for line in lines} == {"dora"}
+
+
+def test_killed_and_resumed_every_adapter_has_the_bits_of_its_own_run(
+    several: dict[str, Any], tmp_path: Path, processes: list[Any]
+) -> None:
+    """kill -9 between checkpoints of different adapters: each goes on from its own last one. One
+    adapter learns nothing and is stopped early by its evaluations while the others go on."""
+    several["adapter"][2]["learning_rate"] = 0.0
+    several["train"] |= {"steps": 9, "early_stopping_patience": 1}
+    several["checkpoint"] = {"every": 2, "keep": 1}
+    expected = alone(several, tmp_path)
+    assert [len(expected[name][0]) for name in ("wide", "dora", "plain")] == [9, 9, 4]
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps(several))
+    for steps in (4, 6):
+        process = Script(KILLED + COMMAND, steps, "train", job, "--resume")
+        processes.append(process)
+        assert process.wait() == -signal.SIGKILL
+    summary = run(several, resume=True)
+    assert summary["resumed_at"] == 8 and summary["others"]["dora"]["resumed_at"] == 4
+    assert summary["others"]["plain"]["stopped_early"]
+    compare(several, expected)
+
+
+# The second adapter ends its process before the checkpoint of a step, and after that of the first.
+KILLED = """
+import os, signal, sys
+from infinity.tools.training.checkpoints import RunCheckpoints
+last, after_step = int(sys.argv.pop(1)), RunCheckpoints.after_step
+
+def kill(checkpoints, step, interrupt):
+    if step >= last and checkpoints._config.adapter.name == "dora":
+        os.kill(os.getpid(), signal.SIGKILL)
+    after_step(checkpoints, step, interrupt)
+
+RunCheckpoints.after_step = kill
+"""
+
+
+def test_an_adapter_too_many_is_named_with_the_number_that_fits(
+    several: dict[str, Any], tmp_path: Path
+) -> None:
+    """By the error of the tier, before a byte of the base is read."""
+    several["adapter"] = [{"name": f"a{n}", "rank": 4} for n in range(3)] + [
+        {"name": "large", "rank": 4096}
+    ]
+    several["tiers"] = {"host": {"capacity": "6MiB", "huge_pages": False}}
+    with pytest.raises(CapacityError, match="'large' does not fit: the first 3 of 4 would"):
+        run(several)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"adapter": [{"name": "a"}, {"name": "a"}]}, r"adapters\[1\].name: expected another name"),
+        ({"adapter": [{"name": "a"}, {}]}, r"adapters\[1\].name: .* for each of several; got None"),
+        ({"adapter": [{"name": "a"}, {"name": "b", "output": "output/a"}]}, "of its own for each"),
+        ({"adapter": {"learning_rate": 0.1}}, r"belongs to \[\[adapter\]\]"),
+        ({"adapter": [{"name": "a", "experts": True}]}, "PEFT has one for experts"),
+        ({"train": {"steps": 1, "batch_size": 1, "method": "dpo"}}, 'expected "sft" with several'),
+        ({"adapter": [{"name": "a"}, {"name": "q_proj"}]}, "has a part called 'q_proj'"),
+    ],
+)
+def test_adapters_that_cannot_train_together_are_refused(
+    several: dict[str, Any], change: dict[str, Any], refused: str, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=refused):
+        run(several | change)
+
+
+def test_a_plan_counts_the_parameters_and_batches_of_all(several: dict[str, Any]) -> None:
+    config = SwapConfig.load(several).as_one_adapter()
+    assert config.adapter and config.train
+    assert (config.adapter.rank, config.train.gradient_accumulation_steps) == (14, 6)
