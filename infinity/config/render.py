@@ -156,7 +156,7 @@ def to_markdown() -> str:
         rows = []
         for key, info in fields.items():
             inner = list(problems.sections_in(info.annotation))
-            if key != _SEVERAL and (not inner or any(is_list for _, is_list in inner)):
+            if not inner or any(is_list for _, is_list in inner):
                 rows.append(_row(key, info))
         if rows:
             head = "| key | value | default | meaning |\n| --- | --- | --- | --- |\n"

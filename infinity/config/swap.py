@@ -144,6 +144,8 @@ class SwapConfig(Section):
                 if adapter.seed is not None and getattr(self, section) is not None:
                     values[f"{section}.seed"] = adapter.seed
             found.append(changed(self, values))
+        if self.adapter is not None and self.adapter.name is not None:
+            return [changed(self, {"adapter.name": None})]  # That is one of several no more.
         return found or [self]
 
     def as_one_adapter(self) -> SwapConfig:

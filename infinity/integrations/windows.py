@@ -282,11 +282,8 @@ class LayerMajorSteps:
         return losses
 
     def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> None:
-        shared = vars(self.accelerator.gradient_state)  # By all trainers of the process.
-        kept = dict(shared)
         try:
             engine_of(self.model).sweep(forwards)
-            shared |= kept
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{error}. In a Trainer, use prepare_trainer(trainer, layer_major=False)"

@@ -327,8 +327,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         own = frozenset(param.unit.index for param in self._params.values())
         if self.engine.num_ranks > 1:
             raise UnsupportedError(
-                "a checkpoint of one optimizer among several (whole=False) is for one rank; save "
-                "the whole model"
+                "a checkpoint of one optimizer among several (all_state=False) is for one rank; "
+                "save all state"
             )
         for param in self.engine.params:
             is_others = param.handle.requires_grad and id(param.handle) not in self._params
@@ -336,7 +336,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     f"{param.name!r} shares the unit {param.unit.name!r} with parameters of this "
                     "optimizer; expected an optimizer of all parameters of an adapter, and "
-                    "adapters that are trained for whole=False"
+                    "adapters that are trained for all_state=False"
                 )
         return own
 

@@ -81,7 +81,7 @@ def load(
     optimizer: OffloadedOptimizer | None = None,
     *,
     scheduler: Stateful | None = None,
-    whole: bool = True,
+    all_state: bool = True,
 ) -> Loaded:
     """Restores what `save` wrote; the run then continues with the same bits.
 
@@ -89,7 +89,7 @@ def load(
     model: offloaded, with the architecture and dtypes of the saved one; its placement may differ
     optimizer, scheduler: built with the arguments of the saved run; with None their state is not
         restored, and the run is no exact continuation
-    whole: as it was saved
+    all_state: as it was saved
 
     All ranks call `load` with one path. If another number of ranks wrote the checkpoint, a rank
     that did not save gets `extra` and buffers of the first rank, and keeps its own generators.
@@ -105,7 +105,7 @@ def load(
     with engine.ranks.collective_section("infinity.checkpoint.load: what is there") as asked:
         found, chosen = (
             OpenCheckpoint(find_checkpoint(Path(path))),
-            chosen_units(optimizer, whole=whole),
+            chosen_units(optimizer, all_state=all_state),
         )
         program = program_of(found, engine.rank)
         _check_program(program, optimizer, scheduler, found.path)
@@ -139,12 +139,14 @@ def load(
     return Loaded(found.path, found.manifest.step, program["extra"], len(found.manifest.places))
 
 
-def chosen_units(optimizer: OffloadedOptimizer | None, *, whole: bool) -> frozenset[int] | None:
+def chosen_units(optimizer: OffloadedOptimizer | None, *, all_state: bool) -> frozenset[int] | None:
     """Returns the units of which a checkpoint holds the state; None for all."""
-    if whole:
+    if all_state:
         return None
     if optimizer is None:
-        raise ConfigError("whole=False keeps the state of an optimizer's parameters; give it one")
+        raise ConfigError(
+            "all_state=False keeps the state of an optimizer's parameters; give it one"
+        )
     return optimizer.own_units()
 
 

@@ -81,7 +81,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     linked: bool = True,
-    whole: bool = True,
+    all_state: bool = True,
 ) -> Path:
     """Writes the checkpoint `directory/step-NNNNNNNN` and returns its path when it is durable.
 
@@ -93,8 +93,8 @@ def save(
     extra: numbers, text, tensors, and lists and dicts of these; ranks may give different ones
     keep: the number of newest checkpoints that stay in the directory, with this one; None keeps all
     linked: False copies all state to safetensors files, which can be moved to another file system
-    whole: False keeps the state of the optimizer's parameters alone, without links: of an adapter
-        among several in `infinity.together`. `load(..., whole=False)` leaves the others as they are
+    all_state: False keeps the state of the optimizer's parameters alone, without links: that of one
+        adapter of `infinity.together`. `load(..., all_state=False)` leaves the others as they are
 
     State on NVMe is linked instead of copied if `[checkpoint]` of the configuration keeps spare
     generations, one is left, and the directory is on the file system of the swap directories.
@@ -109,7 +109,7 @@ def save(
     """
     saving = async_save(
         directory, model, optimizer,
-        scheduler=scheduler, step=step, extra=extra, keep=keep, linked=linked, whole=whole,
+        scheduler=scheduler, step=step, extra=extra, keep=keep, linked=linked, all_state=all_state,
     )  # fmt: skip
     return saving.wait()
 
@@ -124,7 +124,7 @@ def async_save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     linked: bool = True,
-    whole: bool = True,
+    all_state: bool = True,
 ) -> Saving:
     """Writes a checkpoint as `save`, but returns before a copy to another file system ends.
 
@@ -141,10 +141,10 @@ def async_save(
     """
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is written")
-    engine, linked = engine_of(model), linked and whole
+    engine, linked = engine_of(model), linked and all_state
     target, commits = Path(directory), engine.commit_directory
     with engine.ranks.collective_section("infinity.checkpoint.save") as asked:
-        program = _Program.of(optimizer, scheduler, step, extra, whole=whole)
+        program = _Program.of(optimizer, scheduler, step, extra, all_state=all_state)
         last = _await_last(engine)
         copying = _copying_directory(engine, target, program.step) if linked else None
         own = _own_commits(engine, commits)
@@ -305,9 +305,9 @@ class _Program:
         step: int | None,
         extra: Mapping[str, Any] | None,
         *,
-        whole: bool = True,
+        all_state: bool = True,
     ) -> _Program:
-        chosen = chosen_units(optimizer, whole=whole)
+        chosen = chosen_units(optimizer, all_state=all_state)
         named = optimizer.named_state() if optimizer is not None else None
         if step is None:
             if named is None:

@@ -103,9 +103,9 @@ def _refuse(config: SwapConfig, resume_from: Path | None) -> None:
     from infinity.config.extras import require_training
     from infinity.config.paths import refuse_absent_inputs
 
-    for each in config.of_adapters():
-        require_training(has_adapter=each.adapter is not None)
-        refuse_absent_inputs(each)
+    for job in config.of_adapters():
+        require_training(has_adapter=job.adapter is not None)
+        refuse_absent_inputs(job)
     if resume_from is not None:
         find_checkpoint(resume_from)
 

@@ -88,7 +88,7 @@ def attach_adapter(
         )
     identity, adapted, wanted = identify(base), model, [(options, seed), *others]
     parts = {part for name, _ in model.named_parameters() for part in name.split(".")}
-    if taken := [each.name for each, _ in wanted if each.name in parts]:
+    if taken := [option.name for option, _ in wanted if option.name in parts]:
         raise ConfigError(
             f"adapter.name: {type(model).__name__} has a part called {taken[0]!r}; expected "
             "another name"

@@ -200,7 +200,7 @@ class RunCheckpoints:
         self._summary = summary
         self._identity = identity_of(config, job.tokens_sha256, num_ranks=job.rank.count)
         # The checkpoint of one of several adapters holds no other.
-        self._is_whole = config.adapter is None or config.adapter.name is None
+        self._has_all_state = config.adapter is None or config.adapter.name is None
         self._accepted: list[str] = []  # Changes since the checkpoint.
         self._saved_step = 0  # The step of the newest complete checkpoint.
         self._saving: Saving | None = None  # The checkpoint that is being copied.
@@ -245,7 +245,7 @@ class RunCheckpoints:
         scheduler, optimizer = trainer.lr_scheduler, trainer.offloaded_optimizer
         with naming_older(self._config, path):
             loaded = load(
-                path, self._job.model, optimizer, scheduler=scheduler, whole=self._is_whole
+                path, self._job.model, optimizer, scheduler=scheduler, all_state=self._has_all_state
             )
         if self._accepted:
             follow(scheduler, optimizer, self._config.optimizer.lr)
@@ -309,7 +309,7 @@ class RunCheckpoints:
                 self._job.model,
                 self._job.trainer.offloaded_optimizer,
                 keep=checkpoint.keep,
-                whole=self._is_whole,
+                all_state=self._has_all_state,
                 **self._position(step),
             )
         self._saved_step = step

@@ -170,7 +170,6 @@ class Run:
         self._job = job
         self._trainer = job.trainer
         self.summary = Summary(steps=job.num_steps, num_parameters=job.num_parameters)
-        self._name = (config.adapter and config.adapter.name) or ""  # Of one among several.
         self._reporter = Reporter(
             console, steps=job.num_steps, log_every=config.train.log_every, name=self._name
         )
@@ -185,6 +184,11 @@ class Run:
         self._tracing = tracing
         self._traced = ExitStack()  # The step that is traced now.
         self._notices = Notices(config, self.summary, self._reporter)
+
+    @property
+    def _name(self) -> str:
+        """The name of an adapter that is one of several."""
+        return (self._config.adapter and self._config.adapter.name) or ""
 
     @property
     def model(self) -> Any:
@@ -437,7 +441,7 @@ def train(
     require_trackers(config.train.report_to)
     configs = config.of_adapters()
     settled = choices(configs[0])
-    configs = [settle(each) for each in configs]
+    configs = [settle(found) for found in configs]
     if len(configs) > 1 and resume_from is not None:
         raise ConfigError("--resume-from is for one adapter; go on with all of them by --resume")
     keep_freed_memory()
@@ -463,15 +467,15 @@ def train(
         if trace is not None:
             trace.check(num_steps=jobs[0].num_steps)
         runs: list[Run] = []
-        for each, job in zip(configs, jobs, strict=True):
-            runs.append(run := Run(each, job, console, trace if not runs else None))
+        for found, job in zip(configs, jobs, strict=True):
+            runs.append(run := Run(found, job, console, trace if not runs else None))
             stack.callback(run.close)
             run.note(run.checkpoints.check(accept_changes=accept_changes))
         for run in runs:
             run.set_up(is_first=run is runs[0])
         written = "the export" if config.checkpoint is None else "a checkpoint"
         with Interrupt(_STOP_NOTICE.format(written)) as interrupt:
-            _train_all(runs, [each.adapter for each in configs], interrupt)
+            _train_all(runs, [found.adapter for found in configs], interrupt)
             return runs[0].summary, interrupt.exit_code
 
 

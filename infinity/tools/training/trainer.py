@@ -9,12 +9,14 @@ and TRL 1.16.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -320,6 +322,7 @@ class RunTrainer(OffloadedTrainer):
     callback_handler: Any
     eval_dataset: Any
     train_dataset: Any
+    accelerator: Any
     job_run: Any  # The `Run` of `program.py`.
     offloaded_optimizer: OffloadedOptimizer
     lr_scheduler: Any
@@ -327,8 +330,12 @@ class RunTrainer(OffloadedTrainer):
     def begin_run(self, config: SwapConfig, rank: JobRank) -> None:
         """Takes what the methods need; checks the amount of data."""
         assert config.train is not None and config.data is not None
-        self._options, self._rank = config.optimizer, rank
-        self._adapter = "default" if config.adapter is None else name_of(config.adapter)
+        name = "default" if config.adapter is None else name_of(config.adapter)
+        self._make_optimizer = partial(make_optimizer, self.model, config.optimizer, name)
+        self._rank = rank
+        # The trainers of a process share it, and those of several adapters take turns.
+        self._gradient_state = copy.deepcopy(vars(self.accelerator.gradient_state))
+        self._take_gradient_state(self.accelerator)
         self._nonfinite = config.train.nonfinite
         self._patience = config.train.early_stopping_patience
         self._num_skipped = 0  # In a row.
@@ -345,9 +352,25 @@ class RunTrainer(OffloadedTrainer):
             rows = min(len(self.eval_dataset), most)
             self.eval_dataset = self.eval_dataset.select(range(rows))
 
+    def _take_gradient_state(self, owner: Any) -> Any:
+        """Gives an accelerator, or a dataloader of its, the state of this trainer alone."""
+        if hasattr(owner, "gradient_state"):
+            owner.gradient_state = type(self.accelerator.gradient_state)()
+            vars(owner)["gradient_state"].__dict__ = self._gradient_state
+        return owner
+
+    def get_train_dataloader(self) -> Any:
+        """Returns TRL's."""
+        return self._take_gradient_state(super().get_train_dataloader())  # type: ignore[misc]
+
+    def get_eval_dataloader(self, *args: Any, **options: Any) -> Any:
+        """Returns TRL's."""
+        loader = super().get_eval_dataloader(*args, **options)  # type: ignore[misc]
+        return self._take_gradient_state(loader)
+
     def count_steps(self) -> int:
         """Returns the number of steps of the whole run."""
-        loader = self.get_train_dataloader()  # type: ignore[attr-defined]
+        loader = self.get_train_dataloader()
         steps = self.set_initial_training_values(self.args, loader)[-1]  # type: ignore[attr-defined]
         return int(steps)
 
@@ -411,9 +434,7 @@ class RunTrainer(OffloadedTrainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """Makes the optimizer of `[optimizer]` once, and returns it."""
         if self.optimizer is None:
-            self.offloaded_optimizer = made = make_optimizer(
-                self.model, self._options, self._adapter
-            )
+            self.offloaded_optimizer = made = self._make_optimizer()
             self._update = made.step
             step = MethodType(lambda *_: self._step_or_skip(), made)
             made.step = step  # type: ignore[method-assign]
