@@ -55,7 +55,8 @@ class Forecast:
     the `num_spares` generations of commits, linked checkpoints and early updates.
 
     `hardware` is one node. With ranks, batch, bytes and seconds are those of one rank; tokens and
-    FLOPs per second are of all ranks.
+    FLOPs per second are of all ranks. For the answer to a user: `data_tokens` of data are passed
+    once; `other` is the same run with the checkpoint on another number of drives.
     """
 
     model: PlannedModel
@@ -75,6 +76,8 @@ class Forecast:
     obstacles: tuple[str, ...] = ()  # Reasons why this batch does not fit; among the warnings.
     shard_drives: int | None = None
     ranks: RankLayout | None = None
+    data_tokens: int | None = None
+    other: Forecast | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -51,6 +51,11 @@ class Prediction:
         """The track that is busy longest. The step cannot be faster than this track."""
         return max(self.busy_s, key=lambda track: self.busy_s[track])
 
+    @property
+    def binding_share(self) -> float:
+        """The part of the step in which that track is busy."""
+        return self.busy_s[self.binding] / self.step_s
+
 
 @contextmanager
 def _without_collections() -> Iterator[None]:

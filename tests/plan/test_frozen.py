@@ -249,13 +249,13 @@ def test_one_drive_takes_as_many_times_longer_as_there_are_drives() -> None:
     one = step_of(model, settings, "1xh200-4nvme", 8192, shard_drives=1)
     assert one.step.moved_nbytes == spread.step.moved_nbytes
     assert one.step.step_s == pytest.approx(4 * spread.step.step_s, rel=0.02)
-    said = " ".join(sentences(one, answer(one, 10**6, spread)))
+    said = " ".join(sentences(replace(one, data_tokens=10**6, other=spread)))
     assert "on one drive; spread over 4 (infinity spread) a step takes" in said
     assert "1,000,000 tokens of data take" in said and "the drives bind" in said
     assert "routed experts" not in said
     processor = one.hardware.model_copy(update={"device": Device(count=1, tflops=0.2)})
     on_processor = replace(one, hardware=processor)
-    assert "timed on a dense block" in sentences(on_processor, answer(one))[-1]
+    assert "timed on a dense block" in sentences(on_processor)[-1]
 
 
 def test_a_desktop_streams_experts_in_chunks() -> None:
@@ -316,9 +316,9 @@ def test_inputs_that_do_not_fit_are_named_in_the_answer() -> None:
     settings = config("60GB", device="56GB", placement={"activations": "host"})
     full = step_of(model, settings, "1xh200-4nvme", 131072)
     said = answer(full)
-    assert not said.fits and "layer inputs take 106.8 GiB" in said.obstacles[0]
-    assert sentences(full, said)[0].startswith("No: LoRA of rank 16")
-    assert answer(step_of(model, settings, "1xh200-4nvme", 16384)).fits
+    assert not said["fits"] and "layer inputs take 106.8 GiB" in said["obstacles"][0]
+    assert sentences(full)[0].startswith("No: LoRA of rank 16")
+    assert answer(step_of(model, settings, "1xh200-4nvme", 16384))["fits"]
 
 
 @pytest.mark.parametrize(("micro_batch", "threads"), [(None, 2), (64, 3), (1, 66)])
@@ -345,7 +345,7 @@ def test_an_adapter_is_sharded_over_ranks() -> None:
     assert found.ranks is not None and found.ranks.count == 8
     assert found.tokens_per_s == pytest.approx(8 * 16384 / found.step.step_s)
     # Devices put stored bytes together, so eight ranks read as much as one that has all the memory.
-    assert answer(found).base_copy is None
+    assert answer(found)["base_copy"] is None
     alone = step_of(model, settings, "8xh200-4nvme", 16384)
     assert 8 * sum(found.placed_nbytes["base"].values()) == pytest.approx(
         sum(alone.placed_nbytes["base"].values()), rel=0.01

@@ -274,9 +274,9 @@ def _text(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> st
 
 def _answer_lines(wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
     """Returns plan's sentences, and how long the data take."""
-    from infinity.tools.plan.report import answer, duration, sentences
+    from infinity.tools.plan.report import duration, sentences
 
-    said = sentences(forecast, answer(forecast))
+    said = sentences(forecast)
     if wish.data is None:
         return [*said, "How long your data take: infinity new with --data FILE."]
     what, took = _data_in_words(wish.data, wish.passes), found.steps * forecast.step.step_s
@@ -304,14 +304,12 @@ def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> l
 def _answer(
     asked: NewOptions, wish: Wish, machine: Hardware, found: Draft, forecast: Forecast
 ) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from infinity.tools.plan.report import answer
 
     return {
         "file": None if asked.file is None else str(asked.file),
         "text": " ".join(_answer_lines(wish, found, forecast)),
-        "answer": asdict(answer(forecast)),
+        "answer": answer(forecast),
         "steps": found.steps,
         "seconds": None if wish.data is None else found.steps * forecast.step.step_s,
         "hardware": machine.model_dump(),

@@ -288,9 +288,9 @@ def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | No
         config, model, machine, batch,
         num_ranks=asked.ranks, num_nodes=asked.nodes, shard_drives=drives,
     )  # fmt: skip
-    said = report.answer(found, data, on_other_drives(config, model, found))
+    found = replace(found, data_tokens=data, other=on_other_drives(config, model, found))
     advice = advise(config, model, found)
-    reply(report.to_dict(found, said, advice), report.to_text(found, said, advice))
+    reply(report.to_dict(found, advice), report.to_text(found, advice))
     if asked.plot is not None or asked.html is not None:
         from infinity.tools.pictures.timeline import paint
         from infinity.tools.plan import gantt
@@ -298,7 +298,7 @@ def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | No
         if asked.plot is not None:
             paint(asked.plot, gantt.picture_of(found))
         if asked.html is not None:
-            gantt.save_page(found, said, asked.html)
+            gantt.save_page(found, asked.html)
 
 
 def _print_table(asked: PlanOptions) -> None:

@@ -20,7 +20,6 @@ from infinity.tools.pictures.timeline import (
 )
 from infinity.tools.plan.report import (
     TRACK_TITLES,
-    Answer,
     decimal,
     duration,
     idle_of_compute,
@@ -42,9 +41,9 @@ _COLORS = {
 }
 
 
-def save_page(forecast: Forecast, found: Answer, path: Path) -> None:
+def save_page(forecast: Forecast, path: Path) -> None:
     """Writes the page of one simulated step. Raises ConfigError when it cannot be written."""
-    first, *others = sentences(forecast, found)
+    first, *others = sentences(forecast)
     answer = PageTable("The plan", ("",), [((text,), None) for text in others])
     tables = (idle_table(forecast), link_table(forecast), answer)
     write_page(path, first, [replace(picture_of(forecast), tables=tables)])
@@ -57,7 +56,7 @@ def picture_of(forecast: Forecast) -> TrackPicture:
     # Reads of the first units may begin long before the step, while it waits for something else.
     margin_s = 0.03 * step.step_s
     ranks = "" if forecast.num_ranks == 1 else f", one of {forecast.num_ranks} ranks"
-    share = step.busy_s[step.binding] / step.step_s
+    share = step.binding_share
     tracks = {track: _bars(forecast, track) for track in busy}
     shown = {bars.color for groups in tracks.values() for bars in groups}
     return TrackPicture(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from infinity.plan.predict import Forecast
@@ -28,12 +28,12 @@ _BINDING_SHARE = 0.85
 _LEAST_GAIN = 1.02
 
 
-def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict[str, Any]:
+def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
     """Returns everything in `to_text`, in plain bytes and seconds."""
     step, batch = forecast.step, forecast.batch
     frozen = forecast.model.frozen
     return {
-        "answer": asdict(found) | {"text": " ".join(sentences(forecast, found))},
+        "answer": answer(forecast) | {"text": " ".join(sentences(forecast))},
         "model": {
             "name": forecast.model.name,
             "num_params": forecast.model.num_params,
@@ -65,7 +65,7 @@ def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict
         "flops_per_s": forecast.flops_per_s,
         "idle_s": dict(idle_of_compute(forecast)),
         "binding": step.binding,
-        "binding_share": step.busy_s[step.binding] / step.step_s,
+        "binding_share": step.binding_share,
         "advice": [asdict(item) for item in advice],
         "endurance_steps": forecast.endurance_steps,
         "warnings": list(forecast.warnings),
@@ -73,7 +73,7 @@ def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict
     }
 
 
-def to_text(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> str:
+def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
     """Returns the answer in a few sentences, then one or two dozen lines for a reader."""
     model, batch, step = forecast.model, forecast.batch, forecast.step
     hardware, place, name = forecast.hardware, forecast.update_place, forecast.batch.name
@@ -81,7 +81,7 @@ def to_text(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> str:
     tokens = forecast.tokens_per_s
     rate = f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.3g}"
     lines = [
-        *sentences(forecast, found),
+        *sentences(forecast),
         "",
         f"{model.name}: {count(model.num_params)} parameters"
         + (
@@ -234,7 +234,7 @@ def _idle(forecast: Forecast) -> list[str]:
 
 def _binding(forecast: Forecast) -> str:
     step = forecast.step
-    share = step.busy_s[step.binding] / step.step_s
+    share = step.binding_share
     if share >= _BINDING_SHARE:
         return f"{TRACK_TITLES[step.binding]}, busy {share:.0%} of the {forecast.batch.name}"
     return (
@@ -284,103 +284,61 @@ _BOUND = {
 _WORTH_SAYING = 1.05
 
 
-@dataclass(frozen=True, slots=True)
-class DataRun:
-    """A pass over the user's data. `written_nbytes` are those of the drives, in all."""
-
-    num_tokens: int
-    num_steps: int
-    seconds: float
-    written_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class OtherDrives:
-    """The step if the checkpoint lay on `drives` of the drives instead."""
-
-    drives: int
-    step_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class BaseCopy:
-    """The copy of a frozen base before the first step: bytes at rest, decoded, of all ranks, and
-    the least time to read the checkpoint on every rank and to write the copy."""
-
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Bytes are of one step and all ranks. `obstacles` say by name what does not fit."""
-
-    fits: bool
-    obstacles: tuple[str, ...]
-    step_s: float
-    tokens_per_s: float
-    binding: str
-    binding_share: float
-    read_nbytes: int
-    written_nbytes: int
-    endurance_steps: float | None
-    data: DataRun | None
-    checkpoint_drives: int | None
-    other_drives: OtherDrives | None
-    base_copy: BaseCopy | None
-
-
-def answer(
-    forecast: Forecast, data_tokens: int | None = None, other: Forecast | None = None
-) -> Answer:
-    """Returns the answer of a forecast. `data_tokens` of data are passed once. `other` is the same
-    with the checkpoint on another number of drives."""
-    step, ranks = forecast.step, forecast.num_ranks
-    moved = step.moved_nbytes
+def answer(forecast: Forecast) -> dict[str, Any]:
+    """Returns the answer in numbers. Bytes are of one step and all ranks, those of `data` of the
+    whole pass. `obstacles` say by name what does not fit; `other_drives` has the step with the
+    checkpoint on another number of drives."""
+    step, ranks, other = forecast.step, forecast.num_ranks, forecast.other
+    moved, drives = step.moved_nbytes, _drives(forecast)
     written_nbytes = ranks * moved.get(WRITE, 0)
     data = None
-    if data_tokens is not None:
-        num_steps = -(-data_tokens // (ranks * forecast.batch.tokens_per_step))
-        data = DataRun(data_tokens, num_steps, num_steps * step.step_s, num_steps * written_nbytes)
-    return Answer(
-        fits=not forecast.obstacles,
-        obstacles=forecast.obstacles,
-        step_s=step.step_s,
-        tokens_per_s=forecast.tokens_per_s,
-        binding=step.binding,
-        binding_share=step.busy_s[step.binding] / step.step_s,
-        read_nbytes=ranks * (moved.get(READ, 0) + moved.get(CHECKPOINT_READ, 0)),
-        written_nbytes=written_nbytes,
-        endurance_steps=forecast.endurance_steps,
-        data=data,
-        checkpoint_drives=_drives(forecast),
-        other_drives=None if other is None else _other(other),
-        base_copy=_base_copy(forecast),
-    )
+    if forecast.data_tokens is not None:
+        num_steps = -(-forecast.data_tokens // (ranks * forecast.batch.tokens_per_step))
+        data = {
+            "num_tokens": forecast.data_tokens,
+            "num_steps": num_steps,
+            "seconds": num_steps * step.step_s,
+            "written_nbytes": num_steps * written_nbytes,
+        }
+    return {
+        "fits": not forecast.obstacles,
+        "obstacles": forecast.obstacles,
+        "step_s": step.step_s,
+        "tokens_per_s": forecast.tokens_per_s,
+        "binding": step.binding,
+        "binding_share": step.binding_share,
+        "read_nbytes": ranks * (moved.get(READ, 0) + moved.get(CHECKPOINT_READ, 0)),
+        "written_nbytes": written_nbytes,
+        "endurance_steps": forecast.endurance_steps,
+        "data": data,
+        "checkpoint_drives": drives,
+        "other_drives": other and {"drives": _drives(other), "step_s": other.step.step_s},
+        "base_copy": _base_copy(forecast),
+    }
 
 
-def sentences(forecast: Forecast, found: Answer) -> list[str]:
+def sentences(forecast: Forecast) -> list[str]:
     """Returns the answer in words: what fits, a step and what binds it, the data and the drives."""
-    tokens = forecast.num_ranks * forecast.batch.tokens_per_step
-    if found.fits:
+    tokens, found = forecast.num_ranks * forecast.batch.tokens_per_step, answer(forecast)
+    if found["fits"]:
         first = f"Yes: {_what(forecast)} fits {_where(forecast)}."
     else:
         first = f"No: {_what(forecast)} does not fit {_where(forecast)}: "
-        first += "; ".join(found.obstacles)
-    bound = _BOUND[found.binding]
-    if found.binding_share < _BINDING_SHARE:
+        first += "; ".join(found["obstacles"])
+    bound = _BOUND[found["binding"]]
+    if found["binding_share"] < _BINDING_SHARE:
         bound = "nothing binds alone"
-    reads = f"; it reads {decimal(found.read_nbytes)}" if found.read_nbytes else ""
+    reads = f"; it reads {decimal(found['read_nbytes'])}" if found["read_nbytes"] else ""
     second = (
-        f"A {forecast.batch.name} of {tokens:,} tokens takes {duration(found.step_s)} "
-        f"({found.tokens_per_s:,.4g} tokens/s): {bound}{reads}."
+        f"A {forecast.batch.name} of {tokens:,} tokens takes {duration(found['step_s'])} "
+        f"({found['tokens_per_s']:,.4g} tokens/s): {bound}{reads}."
     )
     return [
         first,
         second,
-        *_of_copy(forecast, found),
+        *_of_copy(forecast, found["base_copy"]),
         _of_data(found, forecast.batch.name),
-        *_of_drives(found, forecast.batch.name),
+        *_of_drives(forecast, found["checkpoint_drives"]),
         *_of_experts(forecast),
     ]
 
@@ -452,7 +410,9 @@ def _where(forecast: Forecast) -> str:
     return name if ranks is None or ranks.num_nodes == 1 else f"{ranks.num_nodes} nodes of {name}"
 
 
-def _base_copy(forecast: Forecast) -> BaseCopy | None:
+def _base_copy(forecast: Forecast) -> dict[str, Any] | None:
+    """Returns the copy of a frozen base before the first step: bytes at rest, decoded, of all
+    ranks, and the least time to read the checkpoint on every rank and to write the copy."""
     frozen, ranks = forecast.model.frozen, forecast.num_ranks
     if frozen is None or not frozen.is_copied:
         return None
@@ -461,55 +421,54 @@ def _base_copy(forecast: Forecast) -> BaseCopy | None:
     per_node = 1 if forecast.ranks is None else forecast.ranks.per_node
     read_s = per_node * frozen.stored.nbytes / rates.checkpoint_read
     write_s = per_node * placed.get("nvme", 0) / rates.nvme_write
-    return BaseCopy(ranks * sum(placed.values()), read_s + write_s)
+    return {"nbytes": ranks * sum(placed.values()), "seconds": read_s + write_s}
 
 
-def _of_copy(forecast: Forecast, found: Answer) -> list[str]:
-    copy = found.base_copy
+def _of_copy(forecast: Forecast, copy: dict[str, Any] | None) -> list[str]:
     if copy is None:
         return []
     tiers = " and ".join(sorted(forecast.placed_nbytes["base"]))
     return [
         "The base is not read in place, because [placement] says so: before the first step it is "
-        f"copied, decoded, {decimal(copy.nbytes)} to {tiers}, in {duration(copy.seconds)} or more."
+        f"copied, decoded, {decimal(copy['nbytes'])} to {tiers}, in {duration(copy['seconds'])} "
+        "or more."
     ]
 
 
-def _of_data(found: Answer, name: str) -> str:
+def _of_data(found: dict[str, Any], name: str) -> str:
     lines = []
-    if found.data is not None:
-        data = found.data
+    if (data := found["data"]) is not None:
         lines.append(
-            f"{data.num_tokens:,} tokens of data take {duration(data.seconds)} "
-            f"({data.num_steps:,} {name}s)"
+            f"{data['num_tokens']:,} tokens of data take {duration(data['seconds'])} "
+            f"({data['num_steps']:,} {name}s)"
         )
-    if not found.written_nbytes:
+    if not found["written_nbytes"]:
         lines.append("nothing is written to the drives")
     else:
-        worn = ""
-        if found.endurance_steps is not None:
-            worn = f", which wears them out after {found.endurance_steps:,.0f} steps"
-            worn += f" ({duration(found.endurance_steps * found.step_s)} of training)"
-        lines.append(f"a {name} writes {decimal(found.written_nbytes)} to the drives{worn}")
+        worn, steps = "", found["endurance_steps"]
+        if steps is not None:
+            worn = f", which wears them out after {steps:,.0f} steps"
+            worn += f" ({duration(steps * found['step_s'])} of training)"
+        lines.append(f"a {name} writes {decimal(found['written_nbytes'])} to the drives{worn}")
     text = "; ".join(lines)
     return text[0].upper() + text[1:] + "."
 
 
-def _of_drives(found: Answer, name: str) -> list[str]:
-    other, drives = found.other_drives, found.checkpoint_drives
-    if other is None or drives is None:
+def _of_drives(forecast: Forecast, drives: int | None) -> list[str]:
+    if forecast.other is None or drives is None:
         return []
-    ratio = max(other.step_s, found.step_s) / min(other.step_s, found.step_s)
-    if ratio < _WORTH_SAYING:
+    step_s, other_s, name = forecast.step.step_s, forecast.other.step.step_s, forecast.batch.name
+    other_drives = _drives(forecast.other)
+    if other_drives is None or max(other_s, step_s) / min(other_s, step_s) < _WORTH_SAYING:
         return []
-    if other.drives > drives:
+    if other_drives > drives:
         return [
-            f"The checkpoint is on {_number(drives)}; spread over {other.drives} "
-            f"(infinity spread) a {name} takes {duration(other.step_s)}."
+            f"The checkpoint is on {_number(drives)}; spread over {other_drives} "
+            f"(infinity spread) a {name} takes {duration(other_s)}."
         ]
     return [
         f"The checkpoint is spread over {_number(drives)} (infinity spread); on "
-        f"{_number(other.drives)} a {name} takes {duration(other.step_s)}."
+        f"{_number(other_drives)} a {name} takes {duration(other_s)}."
     ]
 
 
@@ -522,9 +481,3 @@ def _drives(forecast: Forecast) -> int | None:
     if forecast.model.frozen is None or nvme is None:
         return None
     return nvme.drives if forecast.shard_drives is None else forecast.shard_drives
-
-
-def _other(forecast: Forecast) -> OtherDrives:
-    drives = _drives(forecast)
-    assert drives is not None
-    return OtherDrives(drives, forecast.step.step_s)
