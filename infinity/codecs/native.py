@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
@@ -15,18 +14,10 @@ import torch
 
 from infinity import _core
 from infinity.codecs.part import OUT_DTYPES, Shape
-from infinity.config.machine import threads_here
-from infinity.errors import UnsupportedError
+from infinity.config.machine import chosen_simd, threads_here
 from infinity.fused.decode import CodeLayout
 
-SIMD_VARIABLE = "INFINITY_SIMD"
-
 _FLOAT_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-
-
-def instruction_sets() -> list[str]:
-    """The instruction sets of this processor and build, the widest first. The first is used."""
-    return list(_core.update.instruction_sets())
 
 
 def runs(parts: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
@@ -82,7 +73,7 @@ def decode(
         record=astuple(layout.record) if layout.record else None,
         times=layout.times,
         num_threads=threads_here(torch.get_num_threads()),
-        simd=_simd(),
+        simd=chosen_simd(_core.update.instruction_sets),
     )
 
 
@@ -106,15 +97,3 @@ def _output(out: torch.Tensor) -> tuple[int, str, tuple[int, int, int]]:
     leading = _leading(out)
     strides = (leading[-1][1] if leading else 0, out.stride(-2), out.stride(-1))
     return out.data_ptr(), _FLOAT_NAMES[out.dtype], strides
-
-
-def _simd() -> str:
-    """Returns the instruction set that the environment asks for, "" for the widest."""
-    simd = os.environ.get(SIMD_VARIABLE, "")
-    known = instruction_sets()
-    if simd and simd not in known:
-        raise UnsupportedError(
-            f"expected {SIMD_VARIABLE} to be one of {', '.join(known)} on this machine, got "
-            f"{simd!r}; unset it to use the widest"
-        )
-    return simd

@@ -12,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.sizes import format_nbytes
 
 THREADS_VARIABLE = "INFINITY_THREADS"
+SIMD_VARIABLE = "INFINITY_SIMD"
 _MOST_NORM_THREADS = 8
 BINDING_VARIABLE = "INFINITY_NUMA_BINDING"
 _CHOICES = ("node", "none")
@@ -178,6 +179,18 @@ def threads_here(torch_threads: int) -> int:
     """`own_threads` of this process, as it was when the number was asked for first."""
     cores, node_cores = _cores()
     return own_threads(torch_threads, cores=cores, node_cores=node_cores, environment=os.environ)
+
+
+def chosen_simd(instruction_sets: Callable[[], Iterable[str]]) -> str:
+    """Returns the instruction set that INFINITY_SIMD asks for, "" for the widest. The bits are the
+    same on all. Raises UnsupportedError for one that is not here."""
+    simd = os.environ.get(SIMD_VARIABLE, "")
+    if simd and simd not in (known := list(instruction_sets())):
+        raise UnsupportedError(
+            f"expected {SIMD_VARIABLE} to be one of {', '.join(known)} on this machine, got "
+            f"{simd!r}; unset it to use the widest"
+        )
+    return simd
 
 
 def last_cache_nbytes(root: Path = Path("/")) -> int:

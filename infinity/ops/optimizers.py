@@ -8,22 +8,19 @@ or scalar) picks one by hand, for tests.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from infinity import _core
-from infinity.config.machine import threads_here
-from infinity.errors import UnsupportedError
+from infinity.config.machine import chosen_simd, threads_here
 from infinity.ops.dynamic_8bit import State8Bit, decode, encode_
 from infinity.ops.exact import join, split
 from infinity.ops.rules import AdamSettings, AdamWSettings, Settings, SGDSettings
 from infinity.ops.span import StateSpan, check_spans
 from infinity.private.torch import fused_adam_, fused_adamw_, fused_sgd_
 
-SIMD_VARIABLE = "INFINITY_SIMD"
 REFERENCE_LANES = 8  # Elements in one vector of torch's kernels, whose bits these are.
 _CANONICAL_NAN = torch.tensor(0xFFC00000 - 2**32, dtype=torch.int32).view(torch.float32)
 # Of each rule of torch, both ways of interpolating a moment, and every way of a momentum.
@@ -236,12 +233,7 @@ def apply_rule(
     says. `digests`: see `_core.update.apply`. Returns how many scaled gradients were not finite.
     Raises UnsupportedError when INFINITY_SIMD names what is not here.
     """
-    simd = os.environ.get(SIMD_VARIABLE, "")
-    if simd and simd not in instruction_sets():
-        raise UnsupportedError(
-            f"expected {SIMD_VARIABLE} to be one of {', '.join(instruction_sets())} on this "
-            f"machine, got {simd!r}; unset it to use the widest"
-        )
+    simd = chosen_simd(instruction_sets)
     if not spans:
         return 0
     return _core.update.apply(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.codecs.native import SIMD_VARIABLE, instruction_sets
+from infinity.config.machine import SIMD_VARIABLE
+from infinity.ops.optimizers import instruction_sets
 
 
 @pytest.fixture(params=instruction_sets())

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.codecs import AffineGroups
-from infinity.codecs import native as native_module
 from infinity.codecs.packing import packed, unpacked
+from infinity.config import machine
+from infinity.ops.optimizers import instruction_sets
 from tests.decode.cases import decoded
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -103,8 +104,8 @@ def test_numbers_that_are_packed_by_the_specification_decode_to_their_values(
     shape = (rows, columns)
     dtype = torch.float16 if kind is np.float16 else torch.float32
     with pytest.MonkeyPatch.context() as patch:
-        if simd in native_module.instruction_sets():
-            patch.setenv(native_module.SIMD_VARIABLE, simd)
+        if simd in instruction_sets():
+            patch.setenv(machine.SIMD_VARIABLE, simd)
         native = decoded(codec, stored, shape, dtype).numpy()
     assert np.array_equal(as_bits(native), as_bits(expected))
     reference = codec.values(stored, shape).contiguous().numpy()

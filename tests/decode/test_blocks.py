@@ -9,10 +9,11 @@ import torch
 from gguf import GGMLQuantizationType
 
 from infinity.codecs.affine import ggml
-from infinity.codecs.native import SIMD_VARIABLE, instruction_sets
 from infinity.codecs.records import RECORDS
 from infinity.codecs.rounding import store
+from infinity.config.machine import SIMD_VARIABLE
 from infinity.errors import ConfigError
+from infinity.ops.optimizers import instruction_sets
 
 ROWS = 6
 

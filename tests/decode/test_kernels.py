@@ -15,7 +15,9 @@ from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4
 from infinity.codecs import native as native_module
 from infinity.codecs.part import ITEM_NBYTES
 from infinity.codecs.rounding import store
+from infinity.config import machine
 from infinity.errors import UnsupportedError
+from infinity.ops.optimizers import instruction_sets
 from tests.decode import scalar
 from tests.decode.cases import CASES, PLAIN_CASES, bits, decoded, name_of, random_parts
 
@@ -103,7 +105,7 @@ def test_the_flushing_of_denormals_changes_no_bit(simd: str) -> None:
 
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native_module.SIMD_VARIABLE, "mmx")
+    monkeypatch.setenv(machine.SIMD_VARIABLE, "mmx")
     codec, shape = CASES[0]
     with pytest.raises(UnsupportedError, match="mmx"):
         decoded(codec, random_parts(codec, shape, 0), shape, torch.bfloat16)
@@ -184,8 +186,8 @@ def test_kernel_and_reference_agree_on_every_shape(
     out = torch.zeros((*turned[:-1], turned[-1] + gap), dtype=dtype)[..., gap:]
     out = out.transpose(-1, -2) if is_transposed else out
     with pytest.MonkeyPatch.context() as patch:
-        if simd in native_module.instruction_sets():
-            patch.setenv(native_module.SIMD_VARIABLE, simd)
+        if simd in instruction_sets():
+            patch.setenv(machine.SIMD_VARIABLE, simd)
         codec.decode(parts, shape, out)
     assert_same_bits(out, reference(codec, parts, shape, dtype))
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from infinity.config.machine import SIMD_VARIABLE
 from infinity.ops.exact import join, split
-from infinity.ops.optimizers import SIMD_VARIABLE, apply_rule, instruction_sets
+from infinity.ops.optimizers import apply_rule, instruction_sets
 from infinity.ops.span import StateSpan
 from tests.support.exhaustive import sampled
 

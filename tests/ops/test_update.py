@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from infinity.config.machine import SIMD_VARIABLE
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.ops.exact import join, split
 from infinity.ops.optimizers import (
-    SIMD_VARIABLE,
     apply_rule,
     has_torch_bits,
     reference_update_,
