@@ -142,7 +142,13 @@ def json_schema() -> dict[str, Any]:
     schema = SwapConfig.model_json_schema(by_alias=True, schema_generator=_Generator)
     several = schema["properties"].pop(_SEVERAL)
     schema["properties"]["adapter"]["anyOf"].append({k: several[k] for k in ("type", "items")})
+    schema = json.loads(json.dumps(schema), object_hook=_with_description_on_one_line)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+
+def _with_description_on_one_line(node: dict[str, Any]) -> dict[str, Any]:
+    text = node.get("description")
+    return node | {"description": " ".join(text.split())} if isinstance(text, str) else node
 
 
 def to_markdown() -> str:
@@ -181,5 +187,5 @@ def _row(key: str, info: FieldInfo) -> str:
     else:
         default = f"`{json.dumps(written)}`"
     phrase = problems.expected(info.annotation, info.metadata)
-    cells = (f"`{key}`", phrase, default, info.description or "")
+    cells = (f"`{key}`", phrase, default, " ".join((info.description or "").split()))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -22,11 +22,12 @@ _T = TypeVar("_T", bound=BaseModel)
 
 
 class Section(BaseModel):
-    """One table of the swap-tier file."""
+    """One table of the swap-tier file. The text below a key is its description."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants"
-    )
+        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants",
+        use_attribute_docstrings=True,
+    )  # fmt: skip
 
     @model_validator(mode="before")
     @classmethod

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from infinity.config.schema import Section
 from infinity.config.values import Flag, auto_or, choice, integer, or_off, size
 from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
@@ -26,180 +24,124 @@ RingFlagsName = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
 class Io(Section):
     """Requests to the drives."""
 
-    engine: Annotated[IoEngineName, choice(IoEngineName)] = Field(
-        "auto",
-        description='"auto" takes io_uring, or threads with a warning if io_uring is '
-        'forbidden. The environment variable INFINITY_IO_ENGINE decides an "auto".',
-    )
-    block_size: Annotated[int, size(minimum=64 * KIB, maximum=GIB, multiple=PAGE_NBYTES)] = Field(
-        4 * MIB, description="Largest single request to a drive."
-    )
-    queue_depth: Annotated[Literal["auto"] | int, auto_or(integer(1, 1024))] = Field(
-        "auto",
-        description='Requests of `block_size` in flight on one drive. "auto" finds the number '
-        "while the drive works, with 8 to 32 MiB in flight. It takes more only if that is more "
-        "than 3 % faster, because an urgent read waits behind what is in flight.",
-    )
-    rings: Annotated[int, integer(1, 16)] = Field(
-        1,
-        description="For experts: io_uring instances per drive, each with a thread, that share its "
-        "queue and depth. More than one pays only if one thread cannot feed the drive. Each pins "
-        "the arena once more against the memlock limit.",
-    )
-    flags: Annotated[RingFlagsName, choice(RingFlagsName)] = Field(
-        "auto",
-        description='For experts: the flags of the rings. "auto" takes the first of the '
-        "others, in this order, that the kernel grants. It is an error if the kernel refuses "
-        "flags that the file names.",
-    )
-    threads: Annotated[int, integer(1, 1024)] = Field(
-        4, description="Workers of the thread engine."
-    )
-    stripe: Annotated[int, size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = Field(
-        4 * MIB,
-        description="Consecutive bytes on one path before the bytes continue on the next path.",
-    )
-    verify: Flag = Field(
-        True,
-        description="Keep a CRC32C of every written page and compare it when the page is read. A "
-        "page that changed on the drive ends training with an error that names its place. The "
-        "checksums cost 1 MiB of memory per GiB on the drives, and processor time. Without them "
-        "training uses and saves a changed page unnoticed; only commits are still checked.",
-    )
+    engine: Annotated[IoEngineName, choice(IoEngineName)] = "auto"
+    """ "auto" takes io_uring, or threads with a warning if io_uring is forbidden. The environment
+    variable INFINITY_IO_ENGINE decides an "auto"."""
+    block_size: Annotated[int, size(minimum=64 * KIB, maximum=GIB, multiple=PAGE_NBYTES)] = 4 * MIB
+    """Largest single request to a drive."""
+    queue_depth: Annotated[Literal["auto"] | int, auto_or(integer(1, 1024))] = "auto"
+    """Requests of `block_size` in flight on one drive. "auto" finds the number while the drive
+    works, with 8 to 32 MiB in flight. It takes more only if that is more than 3 % faster, because
+    an urgent read waits behind what is in flight."""
+    rings: Annotated[int, integer(1, 16)] = 1
+    """For experts: io_uring instances per drive, each with a thread, that share its queue and
+    depth. More than one pays only if one thread cannot feed the drive. Each pins the arena once
+    more against the memlock limit."""
+    flags: Annotated[RingFlagsName, choice(RingFlagsName)] = "auto"
+    """For experts: the flags of the rings. "auto" takes the first of the others, in this order,
+    that the kernel grants. It is an error if the kernel refuses flags that the file names."""
+    threads: Annotated[int, integer(1, 1024)] = 4
+    """Workers of the thread engine."""
+    stripe: Annotated[int, size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = 4 * MIB
+    """Consecutive bytes on one path before the bytes continue on the next path."""
+    verify: Flag = True
+    """Keep a CRC32C of every written page and compare it when the page is read. A page that changed
+    on the drive ends training with an error that names its place. The checksums cost 1 MiB of
+    memory per GiB on the drives, and processor time. Without them training uses and saves a changed
+    page unnoticed; only commits are still checked."""
 
 
 class Schedule(Section):
     """The order in which bytes move."""
 
-    prefetch: Flag = Field(
-        True, description="Fetch parameters ahead of their use. Never changes a result."
-    )
-    window: Annotated[Literal["auto"] | int, auto_or(size())] = Field(
-        "auto", description="Host bytes that parameters fetched ahead may take."
-    )
-    updates: Annotated[UpdatesMode, choice(UpdatesMode)] = Field(
-        "auto",
-        description='When the work of `optimizer.step()` is done: "at_step" at once; "deferred" '
-        'before the next use of each unit; "both_passes" in part already in the backward, for '
-        'which state on NVMe takes its space once more; "auto" as "both_passes" if the weights '
-        'still fit, too, else as "deferred". Never changes a result.',
-    )
-    update_on: Annotated[UpdateOn, choice(UpdateOn)] = Field(
-        "auto",
-        description='Which processor computes the update: the "host", or the "device", to '
-        'which state travels unless it rests there. "auto" measures both and the link for half a '
-        "second in `infinity.offload`, and takes the device if it is clearly faster. Updates with "
-        "8-bit moments run on the host. Never changes a result.",
-    )
-    micro_batch: Annotated[int, integer(1)] | None = Field(
-        None,
-        description="Sequences of one micro-batch. All micro-batches of a batch of `[train]` "
-        "pass one block before the next block. A block is then fetched once per forward and once "
-        "per backward, for any number of micro-batches, and its forward is repeated in the "
-        "backward. In stages 2 and 3 the host budget then reserves memory for sums of gradients.",
-    )
-    tile: Annotated[Literal["auto"] | int | None, auto_or(or_off(size(minimum=64 * KIB)))] = Field(
-        "auto",
-        description="Largest tile, in bytes. Linear layers and embeddings with a larger weight, "
-        "and packed experts that are larger together, run as tiles of at most this size (at least "
-        'one expert), fetched one after the other. "auto" makes tiles only if the model does not '
-        "fit otherwise, or if a device decodes experts and has no space for those of the next "
-        "layer; 0 makes none. Results agree to rounding: the gradient of a linear layer's input "
-        "is summed over its tiles.",
-    )
-    tile_micro_batches: Annotated[int, integer(1)] = Field(
-        4,
-        description="Micro-batches of `infinity.forward_backward` that pass a block with "
-        "tiles of linear layers together. One fetch of a tile serves all of them, and memory holds "
-        "the block's activations for all of them. Tiles of experts serve all micro-batches; up to "
-        "this many keep their graph between the two parts of the backward. Never changes a result.",
-    )
-    experts: Annotated[ExpertProducts, choice(ExpertProducts)] = Field(
-        "auto",
-        description='How a tile of experts computes. "exact" runs the forward of the experts\' '
-        "class, one micro-batch after the other; with the loop of transformers "
-        '(`experts_implementation="eager"`) its results have the loop\'s bits. "grouped" is one '
-        "product for all experts of a tile, and where the device is shown to compute each row by "
-        "itself, for all micro-batches of `infinity.forward_backward`. Its rows have the bits of "
-        'transformers\' `grouped_mm`; it agrees with the loop to rounding. "auto" is "grouped" on '
-        'a GPU for models that use `grouped_mm` (the default of transformers), else "exact". '
-        "Experts that `tile` does not cut run as their class does; "
-        '"grouped" makes one tile of them.',
-    )
-    update_chunk: Annotated[int, size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
-        16 * MIB,
-        description="Bytes of each kind of state in one chunk of the optimizer's update; four "
-        "times as many if no state travels.",
-    )
+    prefetch: Flag = True
+    """Fetch parameters ahead of their use. Never changes a result."""
+    window: Annotated[Literal["auto"] | int, auto_or(size())] = "auto"
+    """Host bytes that parameters fetched ahead may take."""
+    updates: Annotated[UpdatesMode, choice(UpdatesMode)] = "auto"
+    """When the work of `optimizer.step()` is done: "at_step" at once; "deferred" before the next
+    use of each unit; "both_passes" in part already in the backward, for which state on NVMe takes
+    its space once more; "auto" as "both_passes" if the weights still fit, too, else as "deferred".
+    Never changes a result."""
+    update_on: Annotated[UpdateOn, choice(UpdateOn)] = "auto"
+    """Which processor computes the update: the "host", or the "device", to which state travels
+    unless it rests there. "auto" measures both and the link for half a second in
+    `infinity.offload`, and takes the device if it is clearly faster. Updates with 8-bit moments run
+    on the host. Never changes a result."""
+    micro_batch: Annotated[int, integer(1)] | None = None
+    """Sequences of one micro-batch. All micro-batches of a batch of `[train]` pass one block before
+    the next block. A block is then fetched once per forward and once per backward, for any number
+    of micro-batches, and its forward is repeated in the backward. In stages 2 and 3 the host budget
+    then reserves memory for sums of gradients."""
+    tile: Annotated[Literal["auto"] | int | None, auto_or(or_off(size(minimum=64 * KIB)))] = "auto"
+    """Largest tile, in bytes. Linear layers and embeddings with a larger weight, and packed experts
+    that are larger together, run as tiles of at most this size (at least one expert), fetched one
+    after the other. "auto" makes tiles only if the model does not fit otherwise, or if a device
+    decodes experts and has no space for those of the next layer; 0 makes none. Results agree to
+    rounding: the gradient of a linear layer's input is summed over its tiles."""
+    tile_micro_batches: Annotated[int, integer(1)] = 4
+    """Micro-batches of `infinity.forward_backward` that pass a block with tiles of linear layers
+    together. One fetch of a tile serves all of them, and memory holds the block's activations for
+    all of them. Tiles of experts serve all micro-batches; up to this many keep their graph between
+    the two parts of the backward. Never changes a result."""
+    experts: Annotated[ExpertProducts, choice(ExpertProducts)] = "auto"
+    """How a tile of experts computes. "exact" runs the forward of the experts' class, one
+    micro-batch after the other; with the loop of transformers (`experts_implementation="eager"`)
+    its results have the loop's bits. "grouped" is one product for all experts of a tile, and where
+    the device is shown to compute each row by itself, for all micro-batches of
+    `infinity.forward_backward`. Its rows have the bits of transformers' `grouped_mm`; it agrees
+    with the loop to rounding. "auto" is "grouped" on a GPU for models that use `grouped_mm` (the
+    default of transformers), else "exact". Experts that `tile` does not cut run as their class
+    does; "grouped" makes one tile of them."""
+    update_chunk: Annotated[int, size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = 16 * MIB
+    """Bytes of each kind of state in one chunk of the optimizer's update; four times as many if no
+    state travels."""
 
 
 class Distributed(Section):
     """Sharding over the ranks of torch.distributed. Has no effect with one rank."""
 
-    zero_stage: Annotated[int, integer(1, 3)] = Field(
-        3,
-        description="What is sharded, as in ZeRO: 1 the state of the optimizer, 2 gradients "
-        "too, 3 parameters too.",
-    )
-    budgets: Annotated[RankBudgets, choice(RankBudgets)] = Field(
-        "node",
-        description='"node" divides the capacities of host and nvme evenly among the ranks of '
-        'a node; "rank" gives each rank all of them. The capacity of the device is always per '
-        "rank.",
-    )
-    reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = Field(
-        "auto",
-        description='Dtype of gradients on the way to the rank that sums them. "auto": their '
-        'own dtype, and float32 for sums of several. "bfloat16" rounds them before they are '
-        "sent, which is approximate and halves the bytes of float32 gradients. The sum is "
-        "always computed in float32.",
-    )
-    exchange: Annotated[RankExchange, choice(RankExchange)] = Field(
-        "auto",
-        description="How weights (stage 3) and gradients (stages 2 and 3) move between ranks. "
-        '"collective": between the devices, by collective operations that ranks agree on. '
-        '"one_sided": by request, between the hosts. "auto": "collective" between CUDA devices. '
-        "The bits are the same.",
-    )
-    shard_over: Annotated[ShardOver, choice(ShardOver)] = Field(
-        "all",
-        description='Which ranks divide frozen weights in stage 3: "all" ranks, or those of each '
-        '"node". Every node then reads all frozen weights, and none of them passes the network. '
-        "Trained state is divided over all ranks either way. Nodes must have equally many ranks. "
-        "The bits are the same.",
-    )
-    timeout_s: Annotated[int, integer(1)] = Field(
-        600,
-        description="Seconds that a rank waits, until the model is offloaded, for a living rank "
-        "that does not come because it compiles or its file system is slow. In training the wait "
-        "for a living rank has no limit. A rank that dies is named within seconds, a process that "
-        "hangs after this time, but after 5 seconds at least and 20 at most.",
-    )
-    reduce_buffer: Annotated[Literal["auto"] | int, auto_or(size())] = Field(
-        "auto",
-        description="Host bytes of a rank's budget for gradients of other ranks that wait to be "
-        "summed. When the buffer is full, gradients wait on nvme if state rests there; otherwise "
-        'their sender waits. "auto" takes up to an eighth of the budget.',
-    )
+    zero_stage: Annotated[int, integer(1, 3)] = 3
+    """What is sharded, as in ZeRO: 1 the state of the optimizer, 2 gradients too, 3 parameters too.
+    """
+    budgets: Annotated[RankBudgets, choice(RankBudgets)] = "node"
+    """ "node" divides the capacities of host and nvme evenly among the ranks of a node; "rank"
+    gives each rank all of them. The capacity of the device is always per rank."""
+    reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = "auto"
+    """Dtype of gradients on the way to the rank that sums them. "auto": their own dtype, and
+    float32 for sums of several. "bfloat16" rounds them before they are sent, which is approximate
+    and halves the bytes of float32 gradients. The sum is always computed in float32."""
+    exchange: Annotated[RankExchange, choice(RankExchange)] = "auto"
+    """How weights (stage 3) and gradients (stages 2 and 3) move between ranks. "collective":
+    between the devices, by collective operations that ranks agree on. "one_sided": by request,
+    between the hosts. "auto": "collective" between CUDA devices. The bits are the same."""
+    shard_over: Annotated[ShardOver, choice(ShardOver)] = "all"
+    """Which ranks divide frozen weights in stage 3: "all" ranks, or those of each "node". Every
+    node then reads all frozen weights, and none of them passes the network. Trained state is
+    divided over all ranks either way. Nodes must have equally many ranks. The bits are the same."""
+    timeout_s: Annotated[int, integer(1)] = 600
+    """Seconds that a rank waits, until the model is offloaded, for a living rank that does not come
+    because it compiles or its file system is slow. In training the wait for a living rank has no
+    limit. A rank that dies is named within seconds, a process that hangs after this time, but after
+    5 seconds at least and 20 at most."""
+    reduce_buffer: Annotated[Literal["auto"] | int, auto_or(size())] = "auto"
+    """Host bytes of a rank's budget for gradients of other ranks that wait to be summed. When the
+    buffer is full, gradients wait on nvme if state rests there; otherwise their sender waits.
+    "auto" takes up to an eighth of the budget."""
 
 
 class Precision(Section):
     """Number formats. Master weights and accumulated gradients are always float32."""
 
-    compute: Annotated[ComputeDtype, choice(ComputeDtype)] = Field(
-        "auto",
-        description='Dtype of weights and of arithmetic in forward and backward. "auto" is '
-        "the dtype in the config.json of `model.path`, and float32 for a model in float16, "
-        "which cannot be trained; `infinity.offload` keeps the dtypes of its model. "
-        '"bfloat16" narrows a float32 model as transformers does; a model of mixed dtypes '
-        "keeps them.",
-    )
-    moments: Annotated[MomentFormat, choice(MomentFormat)] = Field(
-        "float32",
-        description='Format of the optimizer\'s moments. "8bit" is approximate: blocks of 256 '
-        "elements share a scale, and a step reads and writes 6 bytes per parameter less. "
-        "Chunks of the update are then whole MiB.",
-    )
+    compute: Annotated[ComputeDtype, choice(ComputeDtype)] = "auto"
+    """Dtype of weights and of arithmetic in forward and backward. "auto" is the dtype in the
+    config.json of `model.path`, and float32 for a model in float16, which cannot be trained;
+    `infinity.offload` keeps the dtypes of its model. "bfloat16" narrows a float32 model as
+    transformers does; a model of mixed dtypes keeps them."""
+    moments: Annotated[MomentFormat, choice(MomentFormat)] = "float32"
+    """Format of the optimizer's moments. "8bit" is approximate: blocks of 256 elements share a
+    scale, and a step reads and writes 6 bytes per parameter less. Chunks of the update are then
+    whole MiB."""
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:

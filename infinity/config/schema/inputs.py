@@ -80,29 +80,20 @@ def _model_type_present(config: dict[str, Any] | None) -> dict[str, Any] | None:
 class Model(Section):
     """The model that `infinity train` trains: exactly one of `path` and `[model.config]`."""
 
-    path: Location | None = Field(
-        None,
-        description="A local Hugging Face directory: config.json and safetensors. A repository id "
-        "means its snapshot in the hub's local cache.",
-    )
-    config: Annotated[dict[str, Any] | None, AfterValidator(_model_type_present)] = Field(
-        None,
-        description="A transformers configuration for seeded random weights: `model_type` and any "
-        "key of that architecture.",
-    )
-    seed: Annotated[int, SEED] = Field(
-        0, description="Seed of weights that no checkpoint holds. Same seed, same weights."
-    )
-    ignore: list[Annotated[str, some_text("a pattern of names")]] = Field(
-        default_factory=list,
-        description="Name patterns of tensors of the checkpoint that the model has no place for "
-        "and that are to be left out. Others are refused.",
-    )
-    trust_remote_code: Flag = Field(
-        False,
-        description="Runs the code of `path`'s directory for an architecture that transformers "
-        "lacks. The code can do anything that you can.",
-    )
+    path: Location | None = None
+    """A local Hugging Face directory: config.json and safetensors. A repository id means its
+    snapshot in the hub's local cache."""
+    config: Annotated[dict[str, Any] | None, AfterValidator(_model_type_present)] = None
+    """A transformers configuration for seeded random weights: `model_type` and any key of that
+    architecture."""
+    seed: Annotated[int, SEED] = 0
+    """Seed of weights that no checkpoint holds. Same seed, same weights."""
+    ignore: list[Annotated[str, some_text("a pattern of names")]] = Field(default_factory=list)
+    """Name patterns of tensors of the checkpoint that the model has no place for and that are to be
+    left out. Others are refused."""
+    trust_remote_code: Flag = False
+    """Runs the code of `path`'s directory for an architecture that transformers lacks. The code can
+    do anything that you can."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Model:
@@ -118,15 +109,12 @@ _TextPath = Annotated[Path | Literal["python-stdlib"], location((PYTHON_STDLIB,)
 class DataSource(Section):
     """One place that text is read from."""
 
-    path: _TextPath = Field(
-        description="A directory or one file; "
-        '"python-stdlib" is the running interpreter\'s standard library.'
-    )
+    path: _TextPath
+    """A directory or one file; "python-stdlib" is the running interpreter's standard library."""
     pattern: Annotated[str, some_text("a glob pattern")] = Field(
-        "**/*.txt",
-        description="Files to take, below a directory; one file is taken whatever its name.",
-        json_schema_extra={"x-default": '`"**/*.txt"`, for python-stdlib `"**/*.py"`'},
+        "**/*.txt", json_schema_extra={"x-default": '`"**/*.txt"`, for python-stdlib `"**/*.py"`'}
     )
+    """Files to take, below a directory; one file is taken whatever its name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -178,63 +166,49 @@ class AdapterConfig(Section):
     (`schedule.micro_batch` is train.batch_size unless set).
     """
 
-    method: Annotated[AdapterMethod, choice(AdapterMethod)] = Field(
-        "lora",
-        description='"lora" adds B A x to W x; "dora" also trains the magnitude of W + B A.',
-    )
-    rank: Annotated[int, integer(1)] = Field(16, description="Rows of A and columns of B.")
-    alpha: Annotated[float, number(above=0)] = Field(
-        32.0, description="The product B A is scaled by alpha / rank."
-    )
-    dropout: Annotated[float, number(minimum=0, below=1)] = Field(
-        0.0, description="Probability that an element of an adapter's input is dropped in training."
-    )
-    rslora: Flag = Field(False, description="Scale by alpha / sqrt(rank) instead.")
+    method: Annotated[AdapterMethod, choice(AdapterMethod)] = "lora"
+    """ "lora" adds B A x to W x; "dora" also trains the magnitude of W + B A."""
+    rank: Annotated[int, integer(1)] = 16
+    """Rows of A and columns of B."""
+    alpha: Annotated[float, number(above=0)] = 32.0
+    """The product B A is scaled by alpha / rank."""
+    dropout: Annotated[float, number(minimum=0, below=1)] = 0.0
+    """Probability that an element of an adapter's input is dropped in training."""
+    rslora: Flag = False
+    """Scale by alpha / sqrt(rank) instead."""
     targets: Annotated[
         tuple[_Target, ...],
         BeforeValidator(one_as_list, json_schema_input_type=tuple[_Target, ...] | _Target),
         AfterValidator(_one_word_alone),
-    ] = Field(
-        (AUTO_TARGETS,),
-        description='Modules that get an adapter, by name as PEFT\'s `target_modules`: "q_proj" '
-        'is every module whose name ends so. "auto" is every linear layer of attention, of dense '
-        "MLPs and of shared experts, without routers, the head, and names that PEFT takes for "
-        'routed experts (docs/ADAPTERS.md). "all-linear" is every linear layer except the head.',
-    )
-    experts: Flag = Field(
-        False,
-        description="Also adapt the routed experts, whose weights are packed in parameters of "
-        "three dimensions, as PEFT's `target_parameters`. A rank-16 adapter of every expert has "
-        "many parameters: ask `infinity plan` first.",
-    )
-    resume: Location | None = Field(
-        None,
-        description="Directory of an adapter in PEFT's format to continue from. Its "
-        "adapter_config.json then decides the other keys; one that is set here must agree.",
-    )
-    any_base: Flag = Field(
-        False,
-        description="Continue from `resume` also over another base than the adapter was trained "
-        "over, of the same names and shapes.",
-    )
+    ] = (AUTO_TARGETS,)
+    """Modules that get an adapter, by name as PEFT's `target_modules`: "q_proj" is every module
+    whose name ends so. "auto" is every linear layer of attention, of dense MLPs and of shared
+    experts, without routers, the head, and names that PEFT takes for routed experts
+    (docs/ADAPTERS.md). "all-linear" is every linear layer except the head."""
+    experts: Flag = False
+    """Also adapt the routed experts, whose weights are packed in parameters of three dimensions, as
+    PEFT's `target_parameters`. A rank-16 adapter of every expert has many parameters: ask `infinity
+    plan` first."""
+    resume: Location | None = None
+    """Directory of an adapter in PEFT's format to continue from. Its adapter_config.json then
+    decides the other keys; one that is set here must agree."""
+    any_base: Flag = False
+    """Continue from `resume` also over another base than the adapter was trained over, of the same
+    names and shapes."""
 
-    name: Annotated[str, some_text("a name")] | None = Field(
-        None,
-        description="Required for each of several: letters, digits, _ and -. The keys below belong "
-        "to `[[adapter]]` alone.",
-    )
-    learning_rate: Annotated[float, number(minimum=0)] | None = Field(
-        None, description="Takes the place of `optimizer.lr`."
-    )
-    data: _Sources = Field((), description="Takes the place of `data.paths`.")
-    seed: Annotated[int, SEED] | None = Field(
-        None, description="Takes the place of `train.seed`, and of `model.seed` for first values."
-    )
+    name: Annotated[str, some_text("a name")] | None = None
+    """Required for each of several: letters, digits, _ and -. The keys below belong to
+    `[[adapter]]` alone."""
+    learning_rate: Annotated[float, number(minimum=0)] | None = None
+    """Takes the place of `optimizer.lr`."""
+    data: _Sources = ()
+    """Takes the place of `data.paths`."""
+    seed: Annotated[int, SEED] | None = None
+    """Takes the place of `train.seed`, and of `model.seed` for first values."""
     output: Location | None = Field(
-        None,
-        description="Directory of its files.",
-        json_schema_extra={"x-default": "`output.directory`/NAME"},
+        None, json_schema_extra={"x-default": "`output.directory`/NAME"}
     )
+    """Directory of its files."""
 
     @model_validator(mode="after")
     def _experts_have_neither_dropout_nor_magnitudes(self) -> AdapterConfig:
@@ -267,41 +241,30 @@ class Data(Section):
     `prompt` for "dpo", or `text`. Conversations are written by the model's own chat template.
     Archives and other formats are refused by name."""
 
-    paths: Annotated[_Sources, AfterValidator(_not_empty)] = Field(
-        description="Files and directories: each a path, or a table with path and pattern."
-    )
-    eval_paths: _Sources = Field(
-        (),
-        description="Files and directories to evaluate on. Without them `held_out` of the "
-        "sequences are kept for it.",
-    )
+    paths: Annotated[_Sources, AfterValidator(_not_empty)]
+    """Files and directories: each a path, or a table with path and pattern."""
+    eval_paths: _Sources = ()
+    """Files and directories to evaluate on. Without them `held_out` of the sequences are kept for
+    it."""
     tokenizer: Annotated[
         Path | Literal["auto", "bytes"],
         location(("auto", "bytes"), "the directory of a local Hugging Face tokenizer"),
-    ] = Field(
-        "auto",
-        description='"auto" takes the tokenizer in `model.path`, and bytes where there is none. '
-        '"bytes" takes UTF-8 bytes as tokens (vocabulary 256). A directory of the name bytes is '
-        'written "./bytes".',
-    )
-    sequence_length: Annotated[int, integer(2)] = Field(
-        512, description="Tokens per sequence of text; longer records are cut to so many."
-    )
-    packing: Flag = Field(
-        False,
-        description="Put several records into one sequence of at most `sequence_length` tokens. "
-        "Positions and attention keep them apart, so their results are those of separate records.",
-    )
-    assistant_only_loss: Flag = Field(
-        True,
-        description="Learn what the assistant says and what completes a prompt. False learns the "
-        "rest of a record, too.",
-    )
-    held_out: Annotated[float, number(minimum=0, maximum=0.5)] = Field(
-        0.05, description="Fraction of the sequences kept for evaluation."
-    )
-    max_bytes: Annotated[int | None, or_off(size())] = Field(
-        None, description="Most bytes of text to read; not for records."
-    )
-    seed: Annotated[int, SEED] = Field(0, description="Seed of the split and the order.")
-    shuffle: Flag = Field(True, description="Shuffle the sequences.")
+    ] = "auto"
+    """ "auto" takes the tokenizer in `model.path`, and bytes where there is none. "bytes" takes
+    UTF-8 bytes as tokens (vocabulary 256). A directory of the name bytes is written "./bytes"."""
+    sequence_length: Annotated[int, integer(2)] = 512
+    """Tokens per sequence of text; longer records are cut to so many."""
+    packing: Flag = False
+    """Put several records into one sequence of at most `sequence_length` tokens. Positions and
+    attention keep them apart, so their results are those of separate records."""
+    assistant_only_loss: Flag = True
+    """Learn what the assistant says and what completes a prompt. False learns the rest of a record,
+    too."""
+    held_out: Annotated[float, number(minimum=0, maximum=0.5)] = 0.05
+    """Fraction of the sequences kept for evaluation."""
+    max_bytes: Annotated[int | None, or_off(size())] = None
+    """Most bytes of text to read; not for records."""
+    seed: Annotated[int, SEED] = 0
+    """Seed of the split and the order."""
+    shuffle: Flag = True
+    """Shuffle the sequences."""

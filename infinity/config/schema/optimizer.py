@@ -52,48 +52,39 @@ class Optimizer(Section):
     `infinity.AdamW`, `Adam`, `SGD` or `Lion` that will train it.
     """
 
-    name: Annotated[OptimizerName, choice(OptimizerName)] = Field(
-        "adamw",
-        description="The update rule. It decides which moments are kept per trainable "
-        'parameter: two for "adamw" and "adam", one for "lion", one for "sgd" with '
-        '`momentum`, none for "sgd" without.',
-    )
-    lr: Annotated[float, number(minimum=0)] = Field(1e-4, description="Peak learning rate.")
+    name: Annotated[OptimizerName, choice(OptimizerName)] = "adamw"
+    """The update rule. It decides which moments are kept per trainable parameter: two for "adamw"
+    and "adam", one for "lion", one for "sgd" with `momentum`, none for "sgd" without."""
+    lr: Annotated[float, number(minimum=0)] = 1e-4
+    """Peak learning rate."""
     betas: Annotated[
         tuple[Annotated[float, _BETA], Annotated[float, _BETA]], BeforeValidator(_pair)
     ] = Field(
-        (0.9, 0.999),
-        description="Decay of the first and second moment; of Lion the weight of its momentum in "
-        "the step, and the momentum's decay. Not of sgd.",
-        json_schema_extra={"x-default": "`[0.9, 0.999]`, for lion `[0.9, 0.99]`"},
+        (0.9, 0.999), json_schema_extra={"x-default": "`[0.9, 0.999]`, for lion `[0.9, 0.99]`"}
     )
-    eps: Annotated[float, number(minimum=0)] = Field(
-        1e-8, description="Added to the denominator of the update. Of adamw and adam only."
-    )
-    momentum: Annotated[float, number(minimum=0)] = Field(
-        0.0, description="Decay of the momentum; 0 keeps none. Of sgd only, as the next two."
-    )
-    dampening: Annotated[float, number()] = Field(
-        0.0, description="Part of a gradient that the momentum does not take."
-    )
-    nesterov: Flag = Field(False, description="Nesterov's momentum; without dampening.")
+    """Decay of the first and second moment; of Lion the weight of its momentum in the step, and the
+    momentum's decay. Not of sgd."""
+    eps: Annotated[float, number(minimum=0)] = 1e-8
+    """Added to the denominator of the update. Of adamw and adam only."""
+    momentum: Annotated[float, number(minimum=0)] = 0.0
+    """Decay of the momentum; 0 keeps none. Of sgd only, as the next two."""
+    dampening: Annotated[float, number()] = 0.0
+    """Part of a gradient that the momentum does not take."""
+    nesterov: Flag = False
+    """Nesterov's momentum; without dampening."""
     weight_decay: Annotated[float, number(minimum=0)] = Field(
-        0.01,
-        description="Weight decay of the parameters that `no_decay` leaves: decoupled in adamw and "
-        "lion, added to the gradient in adam and sgd.",
-        json_schema_extra={"x-default": "`0.01`, for others than adamw `0.0`"},
+        0.01, json_schema_extra={"x-default": "`0.01`, for others than adamw `0.0`"}
     )
-    max_grad_norm: Annotated[float | None, or_off(number(above=0))] = Field(
-        1.0, description="Clip the global norm of the gradients to this."
-    )
+    """Weight decay of the parameters that `no_decay` leaves: decoupled in adamw and lion, added to
+    the gradient in adam and sgd."""
+    max_grad_norm: Annotated[float | None, or_off(number(above=0))] = 1.0
+    """Clip the global norm of the gradients to this."""
     no_decay: Annotated[
         tuple[_Name, ...],
         BeforeValidator(one_as_list, json_schema_input_type=tuple[_Name, ...] | _Name),
-    ] = Field(
-        ("bias", "norm"),
-        description="Parameters without weight decay, by name, upper and lower case alike: a "
-        "pattern with *, ? or [ matches the full name, any other text matches anywhere in it.",
-    )
+    ] = ("bias", "norm")
+    """Parameters without weight decay, by name, upper and lower case alike: a pattern with *, ? or
+    [ matches the full name, any other text matches anywhere in it."""
 
     @model_validator(mode="after")
     def _keys_of_the_rule(self) -> Optimizer:

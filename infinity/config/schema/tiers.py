@@ -49,16 +49,13 @@ TierList = Annotated[
 class DeviceTier(Section):
     """The memory that computes."""
 
-    kind: Annotated[DeviceKind, choice(DeviceKind)] = Field(
-        "auto", description='Where the model computes. "auto" takes CUDA where there is one.'
-    )
-    capacity: Budget = Field(
-        Capacity(),
-        description="Device memory for resident parameters, the fetch window and state placed on "
-        "the device. A share is of the device memory that is free when the model is "
-        'offloaded; "auto" takes half of that. On cpu the capacity bounds only the state placed on '
-        'the device; "auto" means no bound there.',
-    )
+    kind: Annotated[DeviceKind, choice(DeviceKind)] = "auto"
+    """Where the model computes. "auto" takes CUDA where there is one."""
+    capacity: Budget = Capacity()
+    """Device memory for resident parameters, the fetch window and state placed on the device. A
+    share is of the device memory that is free when the model is offloaded; "auto" takes half of
+    that. On cpu the capacity bounds only the state placed on the device; "auto" means no bound
+    there."""
 
     def budget_nbytes(self, free_nbytes: int) -> int:
         """Returns the budget on a device with memory of its own, `free_nbytes` of it free."""
@@ -68,14 +65,11 @@ class DeviceTier(Section):
 class HostTier(Section):
     """Host memory: one arena, preallocated to its budget, pinned where the device is CUDA."""
 
-    capacity: Budget = Field(
-        Capacity(),
-        description="Bytes of the arena. A share is of the memory available when the run starts "
-        '(inside a container: under its limit). "auto" takes half of that.',
-    )
-    huge_pages: Flag = Field(
-        True, description="Back the arena with huge pages where the kernel has them."
-    )
+    capacity: Budget = Capacity()
+    """Bytes of the arena. A share is of the memory available when the run starts (inside a
+    container: under its limit). "auto" takes half of that."""
+    huge_pages: Flag = True
+    """Back the arena with huge pages where the kernel has them."""
 
     def budget_nbytes(self, available_nbytes: int) -> int:
         """Returns the bytes of the arena on a machine with `available_nbytes` of free memory."""
@@ -85,36 +79,23 @@ class HostTier(Section):
 class NvmeTier(Section):
     """One directory on a drive. Several are striped."""
 
-    path: Location = Field(
-        description="Directory for swap files. Its parent must exist; the directory is made."
-    )
-    capacity: Budget = Field(
-        Capacity(),
-        description="Most bytes that swap files may take here. A share is of the free space "
-        'of the file system; "auto" is the free space less a reserve.',
-    )
-    direct: Annotated[DirectIo, choice(DirectIo)] = Field(
-        "auto",
-        description='Direct I/O, past the page cache. "auto" falls back to buffered I/O with a '
-        'warning where the file system refuses it; "always" makes that an error.',
-    )
-    weight: Annotated[Literal["auto"] | float, auto_or(number(above=0))] = Field(
-        "auto",
-        description="Share of the stripes on this path: its bandwidth in GB/s, or a number "
-        'proportional to it if every path has one. "auto" measures the bandwidth if there are '
-        "several paths.",
-    )
-    read_gb_per_s: Annotated[float | None, or_off(number(above=0))] = Field(
-        None,
-        description="Bandwidth of reading in decimal GB/s, as `infinity tune` found it. 0: not "
-        "measured.",
-    )
-    write_gb_per_s: Annotated[float | None, or_off(number(above=0))] = Field(
-        None, description="Bandwidth of writing, as `read_gb_per_s`."
-    )
-    mixed_gb_per_s: Annotated[float | None, or_off(number(above=0))] = Field(
-        None, description="Bandwidth of reading and writing at once, in sum, as `read_gb_per_s`."
-    )
+    path: Location
+    """Directory for swap files. Its parent must exist; the directory is made."""
+    capacity: Budget = Capacity()
+    """Most bytes that swap files may take here. A share is of the free space of the file system;
+    "auto" is the free space less a reserve."""
+    direct: Annotated[DirectIo, choice(DirectIo)] = "auto"
+    """Direct I/O, past the page cache. "auto" falls back to buffered I/O with a warning where the
+    file system refuses it; "always" makes that an error."""
+    weight: Annotated[Literal["auto"] | float, auto_or(number(above=0))] = "auto"
+    """Share of the stripes on this path: its bandwidth in GB/s, or a number proportional to it if
+    every path has one. "auto" measures the bandwidth if there are several paths."""
+    read_gb_per_s: Annotated[float | None, or_off(number(above=0))] = None
+    """Bandwidth of reading in decimal GB/s, as `infinity tune` found it. 0: not measured."""
+    write_gb_per_s: Annotated[float | None, or_off(number(above=0))] = None
+    """Bandwidth of writing, as `read_gb_per_s`."""
+    mixed_gb_per_s: Annotated[float | None, or_off(number(above=0))] = None
+    """Bandwidth of reading and writing at once, in sum, as `read_gb_per_s`."""
 
 
 class Tiers(Section):
@@ -125,7 +106,8 @@ class Tiers(Section):
     nvme: Annotated[
         tuple[NvmeTier, ...],
         BeforeValidator(lambda value: () if value is None else value),  # As null for a section.
-    ] = Field((), description="One entry per mounted drive.")
+    ] = ()
+    """One entry per mounted drive."""
 
     @field_validator("nvme")
     @classmethod
@@ -153,41 +135,27 @@ class Placement(Section):
     `["host", "nvme"]`, because an adapter is small and its base is not.
     """
 
-    parameters: TierList = Field(
-        ("host",),
-        description="The weights that forward and backward read.",
-        json_schema_extra=_NVME_DEFAULT,
-    )
-    master: TierList = Field(
-        ("host",),
-        description="The fp32 weights that the optimizer updates.",
-        json_schema_extra=_NVME_DEFAULT,
-    )
-    moments: TierList = Field(
-        ("host",),
-        description="The optimizer's first and second moments.",
-        json_schema_extra=_NVME_DEFAULT,
-    )
-    frozen: Annotated[FrozenLocationName, choice(FrozenLocationName)] = Field(
-        "auto",
-        description='Frozen weights. "checkpoint" reads them in place from the files of '
-        '`weights=`, which are never written: no swap space, no import. "copy" places them as '
-        '`parameters` says. "auto" is "copy" where `parameters` begins with "device".',
-    )
-    gradients: TierList = Field(("host",), description="Accumulated gradients.")
-    activations: TierList = Field(
-        ("device",),
-        description="Layer inputs that wait for the backward of `schedule.micro_batch`. With "
-        '["host", "nvme"] the host takes them in place of weights that are only kept, as long as '
-        "enough is left to fetch weights ahead; NVMe takes the rest. Without a GPU, host and "
-        "device are the same memory, and these inputs are outside the host budget.",
-    )
-    experts: TierList = Field(
-        ("device",),
-        description="Hidden states and sums of micro-batches that wait while a tile of experts "
-        "runs for another one (`schedule.tile`). Every tile moves them to the device and back, so "
-        "use another tier only for batches that the device cannot hold.",
-    )
+    parameters: TierList = Field(("host",), json_schema_extra=_NVME_DEFAULT)
+    """The weights that forward and backward read."""
+    master: TierList = Field(("host",), json_schema_extra=_NVME_DEFAULT)
+    """The fp32 weights that the optimizer updates."""
+    moments: TierList = Field(("host",), json_schema_extra=_NVME_DEFAULT)
+    """The optimizer's first and second moments."""
+    frozen: Annotated[FrozenLocationName, choice(FrozenLocationName)] = "auto"
+    """Frozen weights. "checkpoint" reads them in place from the files of `weights=`, which are
+    never written: no swap space, no import. "copy" places them as `parameters` says. "auto" is
+    "copy" where `parameters` begins with "device"."""
+    gradients: TierList = ("host",)
+    """Accumulated gradients."""
+    activations: TierList = ("device",)
+    """Layer inputs that wait for the backward of `schedule.micro_batch`. With ["host", "nvme"] the
+    host takes them in place of weights that are only kept, as long as enough is left to fetch
+    weights ahead; NVMe takes the rest. Without a GPU, host and device are the same memory, and
+    these inputs are outside the host budget."""
+    experts: TierList = ("device",)
+    """Hidden states and sums of micro-batches that wait while a tile of experts runs for another
+    one (`schedule.tile`). Every tile moves them to the device and back, so use another tier only
+    for batches that the device cannot hold."""
 
     @property
     def reads_in_place(self) -> bool:

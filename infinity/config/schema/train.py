@@ -35,93 +35,71 @@ _Tracker = Annotated[Tracker, choice(Tracker)]
 class Sample(Section):
     """A text that the trained model writes at the end."""
 
-    prompt: Annotated[str, some_text("the text to continue")] = Field(description="How it begins.")
-    new_tokens: Annotated[int, integer(1)] = Field(200, description="Tokens to generate.")
-    temperature: Annotated[float, number(minimum=0)] = Field(
-        0.8, description="Randomness of the choice; 0 always takes the likeliest token."
-    )
-    top_k: Annotated[int | None, or_off(integer(1))] = Field(
-        None, description="Choose among this many likeliest tokens."
-    )
+    prompt: Annotated[str, some_text("the text to continue")]
+    """How it begins."""
+    new_tokens: Annotated[int, integer(1)] = 200
+    """Tokens to generate."""
+    temperature: Annotated[float, number(minimum=0)] = 0.8
+    """Randomness of the choice; 0 always takes the likeliest token."""
+    top_k: Annotated[int | None, or_off(integer(1))] = None
+    """Choose among this many likeliest tokens."""
 
 
 class Train(Section):
     """The main job: `infinity train`. TRL's SFTTrainer or DPOTrainer makes the steps."""
 
-    method: Annotated[Method, choice(Method)] = Field(
-        "sft",
-        description='"sft" learns texts, answers and completions; "dpo" learns to prefer `chosen` '
-        "to `rejected`, against the model before training.",
-    )
-    steps: Annotated[int | None, or_off(integer(1))] = Field(
-        None, description="Optimizer steps. Exactly one of steps and epochs is required."
-    )
-    epochs: Annotated[float | None, or_off(number(above=0))] = Field(
-        None, description="Passes over the training data; a part of one such as 0.5 is allowed."
-    )
-    batch_size: Annotated[int, integer(1)] = Field(
-        description="Sequences in one forward. A step sees batch_size * "
-        "gradient_accumulation_steps of them."
-    )
-    gradient_accumulation_steps: Annotated[int, integer(1)] = Field(
-        1, description="Backward passes whose gradients make one step."
-    )
-    schedule: Annotated[LrSchedule, choice(LrSchedule)] = Field(
-        "constant",
-        description="Course of the learning rate after the warm-up, as transformers' "
-        "`get_scheduler` computes it.",
-    )
-    warmup_steps: Annotated[int, integer(0)] = Field(
-        0,
-        description="Steps over which the learning rate rises; the first of them has rate 0. At "
-        "most `steps`.",
-    )
-    min_lr_ratio: Annotated[float, number(minimum=0, maximum=1)] = Field(
-        0.0, description="Learning rate at the end of linear and cosine, relative to the peak."
-    )
-    eval_every: Annotated[int, integer(0)] = Field(
-        0, description="Evaluate on held-out data every so many steps; 0 is never."
-    )
-    eval_batches: Annotated[int, integer(1)] = Field(8, description="Batches per evaluation.")
-    early_stopping_patience: Annotated[int, integer(0)] = Field(
-        0,
-        description="End after so many evaluations in a row without a new lowest loss; 0 is never.",
-    )
-    keep_best: Flag = Field(
-        False,
-        description="Write the weights of the evaluation with the lowest loss to `best` in "
-        "output.directory, each time there is a new one.",
-    )
+    method: Annotated[Method, choice(Method)] = "sft"
+    """ "sft" learns texts, answers and completions; "dpo" learns to prefer `chosen` to `rejected`,
+    against the model before training."""
+    steps: Annotated[int | None, or_off(integer(1))] = None
+    """Optimizer steps. Exactly one of steps and epochs is required."""
+    epochs: Annotated[float | None, or_off(number(above=0))] = None
+    """Passes over the training data; a part of one such as 0.5 is allowed."""
+    batch_size: Annotated[int, integer(1)]
+    """Sequences in one forward. A step sees batch_size * gradient_accumulation_steps of them."""
+    gradient_accumulation_steps: Annotated[int, integer(1)] = 1
+    """Backward passes whose gradients make one step."""
+    schedule: Annotated[LrSchedule, choice(LrSchedule)] = "constant"
+    """Course of the learning rate after the warm-up, as transformers' `get_scheduler` computes it.
+    """
+    warmup_steps: Annotated[int, integer(0)] = 0
+    """Steps over which the learning rate rises; the first of them has rate 0. At most `steps`."""
+    min_lr_ratio: Annotated[float, number(minimum=0, maximum=1)] = 0.0
+    """Learning rate at the end of linear and cosine, relative to the peak."""
+    eval_every: Annotated[int, integer(0)] = 0
+    """Evaluate on held-out data every so many steps; 0 is never."""
+    eval_batches: Annotated[int, integer(1)] = 8
+    """Batches per evaluation."""
+    early_stopping_patience: Annotated[int, integer(0)] = 0
+    """End after so many evaluations in a row without a new lowest loss; 0 is never."""
+    keep_best: Flag = False
+    """Write the weights of the evaluation with the lowest loss to `best` in output.directory, each
+    time there is a new one."""
     report_to: Annotated[
         tuple[_Tracker, ...],
         BeforeValidator(one_as_list, json_schema_input_type=tuple[_Tracker, ...] | _Tracker),
-    ] = Field(
-        (),
-        description="Trackers that get the loss, the learning rate, evaluations and the speed of "
-        'each log line. Each needs its package. trackio writes files, project "infinity"; '
-        'W&B reads WANDB_MODE, "offline" needs no account.',
-    )
-    run_name: Annotated[str | None, or_off(some_text("the name of the run"))] = Field(
-        None, description="The name of the run in trackers. Default: that of the output directory."
-    )
-    dpo_beta: Annotated[float, number(above=0)] = Field(
-        0.1, description='Strength with which "dpo" holds to the model before training.'
-    )
-    activation_checkpointing: Flag = Field(
-        False, description="Recompute activations in the backward."
-    )
-    nonfinite: Annotated[Nonfinite, choice(Nonfinite)] = Field(
-        "error",
-        description='What becomes of a step whose loss or norm is not finite: "error" ends the run '
-        'with the weights of the step before; "skip" leaves the weights as they are, says so and '
-        "continues with the next batches. More than 16 such steps in a row are an error.",
-    )
-    seed: Annotated[int, SEED] = Field(0, description="Seed of dropout and other randomness.")
-    log_every: Annotated[int, integer(1)] = Field(1, description="Steps between log lines.")
-    threads: Annotated[Literal["auto"] | int, auto_or(integer(1, 4096))] = Field(
-        "auto", description="CPU threads that compute."
-    )
-    sample: Sample | None = Field(None, description="Generate a sample at the end.")
+    ] = ()
+    """Trackers that get the loss, the learning rate, evaluations and the speed of each log line.
+    Each needs its package. trackio writes files, project "infinity"; W&B reads WANDB_MODE,
+    "offline" needs no account."""
+    run_name: Annotated[str | None, or_off(some_text("the name of the run"))] = None
+    """The name of the run in trackers. Default: that of the output directory."""
+    dpo_beta: Annotated[float, number(above=0)] = 0.1
+    """Strength with which "dpo" holds to the model before training."""
+    activation_checkpointing: Flag = False
+    """Recompute activations in the backward."""
+    nonfinite: Annotated[Nonfinite, choice(Nonfinite)] = "error"
+    """What becomes of a step whose loss or norm is not finite: "error" ends the run with the
+    weights of the step before; "skip" leaves the weights as they are, says so and continues with
+    the next batches. More than 16 such steps in a row are an error."""
+    seed: Annotated[int, SEED] = 0
+    """Seed of dropout and other randomness."""
+    log_every: Annotated[int, integer(1)] = 1
+    """Steps between log lines."""
+    threads: Annotated[Literal["auto"] | int, auto_or(integer(1, 4096))] = "auto"
+    """CPU threads that compute."""
+    sample: Sample | None = None
+    """Generate a sample at the end."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:
@@ -151,25 +129,19 @@ _OWN_NAMES = (
 class Output(Section):
     """The files that a run writes."""
 
-    directory: Location = Field(
-        "output", validate_default=True, description="Directory of everything a run writes."
-    )
-    metrics: Annotated[str, file_name(_OWN_NAMES)] = Field(
-        "metrics.jsonl",
-        description="One JSON object per step, inside the directory, under a name that no other "
-        "file of the directory has.",
-    )
-    max_shard_size: Annotated[int, size()] = Field(
-        2 * GIB, description="Largest safetensors file of the export."
-    )
-    export: Flag = Field(True, description="Write a Hugging Face checkpoint at the end.")
-    notify: str | None = Field(
-        None,
-        description="A command for the shell that gets one JSON object on its input: at the end, "
-        "at a failure, and when the held-out loss is on a plateau (five evaluations without a new "
-        "lowest). `event` says which, `text` is for people. A webhook: "
-        '`"curl -sd @- https://..."`.',
-    )
+    directory: Location = Field("output", validate_default=True)
+    """Directory of everything a run writes."""
+    metrics: Annotated[str, file_name(_OWN_NAMES)] = "metrics.jsonl"
+    """One JSON object per step, inside the directory, under a name that no other file of the
+    directory has."""
+    max_shard_size: Annotated[int, size()] = 2 * GIB
+    """Largest safetensors file of the export."""
+    export: Flag = True
+    """Write a Hugging Face checkpoint at the end."""
+    notify: str | None = None
+    """A command for the shell that gets one JSON object on its input: at the end, at a failure, and
+    when the held-out loss is on a plateau (five evaluations without a new lowest). `event` says
+    which, `text` is for people. A webhook: `"curl -sd @- https://..."`."""
 
     @property
     def metrics_path(self) -> Path:
@@ -184,28 +156,21 @@ class Checkpoint(Section):
     or Ctrl-C stops them.
     """
 
-    every: Annotated[int, integer(0)] = Field(
-        0, description="Steps between checkpoints; 0 writes none in between."
-    )
-    keep: Annotated[int, integer(1)] = Field(
-        2, description="Newest checkpoints that are kept. One more fits the drive for a moment."
-    )
-    durability: Annotated[Durability, choice(Durability)] = Field(
-        "checkpoint",
-        description='"checkpoint" keeps `keep` spare generations of what training rewrites on '
-        "NVMe: a checkpoint on the same file system is then links to it instead of a copy. "
-        "On another one it is copied while training continues, which takes one spare generation. "
-        '"step" also commits every step of `infinity train`, for one more generation and a flush '
-        'per step. "none" takes no spare space; checkpoints are copies, and training waits.',
-    )
-    grace_s: Annotated[int, integer(0)] = Field(
-        0,
-        description="Seconds that a background copy may still take after SIGTERM or Ctrl-C has "
-        "stopped the steps. Then the copy is cancelled, and `--resume` continues from the swap "
-        "directory, which has the step. 0 waits until it is done.",
-    )
+    every: Annotated[int, integer(0)] = 0
+    """Steps between checkpoints; 0 writes none in between."""
+    keep: Annotated[int, integer(1)] = 2
+    """Newest checkpoints that are kept. One more fits the drive for a moment."""
+    durability: Annotated[Durability, choice(Durability)] = "checkpoint"
+    """ "checkpoint" keeps `keep` spare generations of what training rewrites on NVMe: a checkpoint
+    on the same file system is then links to it instead of a copy. On another one it is copied while
+    training continues, which takes one spare generation. "step" also commits every step of
+    `infinity train`, for one more generation and a flush per step. "none" takes no spare space;
+    checkpoints are copies, and training waits."""
+    grace_s: Annotated[int, integer(0)] = 0
+    """Seconds that a background copy may still take after SIGTERM or Ctrl-C has stopped the steps.
+    Then the copy is cancelled, and `--resume` continues from the swap directory, which has the
+    step. 0 waits until it is done."""
     directory: Location | None = Field(
-        None,
-        description="Directory of the checkpoints of this run and no other.",
-        json_schema_extra={"x-default": "`checkpoints` inside output.directory"},
+        None, json_schema_extra={"x-default": "`checkpoints` inside output.directory"}
     )
+    """Directory of the checkpoints of this run and no other."""
