@@ -139,14 +139,15 @@ class _Generator(GenerateJsonSchema):
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a swap-tier file, for editors that complete and check."""
-    schema = SwapConfig.model_json_schema(by_alias=True, schema_generator=_Generator)
+    written = SwapConfig.model_json_schema(by_alias=True, schema_generator=_Generator)
+    schema: dict[str, Any] = json.loads(json.dumps(written), object_hook=_on_one_line)
     several = schema["properties"].pop(_SEVERAL)
     schema["properties"]["adapter"]["anyOf"].append({k: several[k] for k in ("type", "items")})
-    schema = json.loads(json.dumps(schema), object_hook=_with_description_on_one_line)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
 
 
-def _with_description_on_one_line(node: dict[str, Any]) -> dict[str, Any]:
+def _on_one_line(node: dict[str, Any]) -> dict[str, Any]:
+    """Returns a part of the schema with its description on one line."""
     text = node.get("description")
     return node | {"description": " ".join(text.split())} if isinstance(text, str) else node
 

@@ -224,25 +224,9 @@ def _number_detail(value: object) -> str:
     return "this is text: remove the quotes; YAML 1.1 readers also take 1e-5 for text, not 1.0e-5"
 
 
-def _bounds(**bounds: float | None) -> dict[str, Any]:
-    return {name: bound for name, bound in bounds.items() if bound is not None}
-
-
 def integer(minimum: int = 0, maximum: int | None = None) -> ValueType:
     """An integer, not below `minimum` and not above `maximum`."""
-
-    def read(value: Any, _: Loading) -> int:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # 1e3 is a float to TOML and YAML.
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(_number_detail(value))
-        if value < minimum or (maximum is not None and value > maximum):
-            raise ValueError("")
-        return value
-
-    only = f"the integer {minimum}" if minimum == maximum else None
-    schema = {"type": "integer", **_bounds(minimum=minimum, maximum=maximum)}
-    return ValueType(only or "an integer" + _range(minimum, maximum, None), schema, read)
+    return number(minimum, maximum, is_whole=True)
 
 
 def number(
@@ -250,14 +234,19 @@ def number(
     maximum: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    *,
+    is_whole: bool = False,
 ) -> ValueType:
-    """A finite float. `above` and `below` are limits that the value itself may not take."""
+    """A finite float, or an integer. `above` and `below` are limits that the value itself may not
+    take."""
 
     def read(value: Any, _: Loading) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(_number_detail(value))
-        found = float(value)
-        if not math.isfinite(found):
+        if is_whole and isinstance(value, float) and not value.is_integer():
+            raise ValueError("")
+        found = int(value) if is_whole else float(value)  # 1e3 is a float to TOML and YAML.
+        if not is_whole and not math.isfinite(found):
             raise ValueError("not finite")
         if (
             (minimum is not None and found < minimum)
@@ -269,11 +258,16 @@ def number(
         return found
 
     end = f" and < {below:g}" if below is not None else ""
-    limits = _bounds(
-        minimum=minimum, maximum=maximum, exclusiveMinimum=above, exclusiveMaximum=below
-    )
-    phrase = "a number" + _range(minimum, maximum, above) + end
-    return ValueType(phrase, {"type": "number", **limits}, read)
+    limits = {
+        "minimum": minimum, "maximum": maximum, "exclusiveMinimum": above,
+        "exclusiveMaximum": below,
+    }  # fmt: skip
+    schema = {name: limit for name, limit in limits.items() if limit is not None}
+    kind, article = ("integer", "an") if is_whole else ("number", "a")
+    phrase = f"{article} {kind}{_range(minimum, maximum, above)}{end}"
+    if is_whole and minimum == maximum:
+        phrase = f"the integer {minimum}"
+    return ValueType(phrase, {"type": kind, **schema}, read)
 
 
 def _read_flag(value: Any, _: Loading) -> bool:

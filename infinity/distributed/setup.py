@@ -46,7 +46,9 @@ from infinity.state.budgets import (
     RankSizes,
     WeightsInUse,
     compute_budgets,
+    weights_in_use,
 )
+from infinity.state.nesting import Nesting
 from infinity.state.partition import Partition, partition
 from infinity.state.store import LocalStore
 from infinity.state.units import Unit
@@ -196,6 +198,23 @@ class ShardingPlan:
         )  # fmt: skip
         resources.callback(store.close)
         return store
+
+
+def budgets_of(
+    config: SwapConfig,
+    units: Sequence[Unit],
+    nesting: Nesting,
+    machine: MachineSizes,
+    sharding: ShardingPlan | None,
+) -> Budgets:
+    """Returns the budgets of all `units`, or of this rank's shards of them. Raises as
+    `compute_budgets`."""
+    in_use = weights_in_use(
+        units, nesting.most_nbytes, shares_host_memory=machine.shares_host_memory
+    )
+    if sharding is None:
+        return compute_budgets(config, units, in_use, machine)
+    return sharding.budgets(config, in_use, machine)
 
 
 def plan_sharding(

@@ -9,7 +9,7 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.distributed.group import RankTopology
-from infinity.distributed.setup import ShardingPlan, agree_on_exchange, plan_sharding
+from infinity.distributed.setup import ShardingPlan, agree_on_exchange, budgets_of, plan_sharding
 from infinity.errors import CapacityError, ConfigError
 from infinity.modules.reading.adapters import values_of_adapters
 from infinity.modules.reading.discover import (
@@ -22,7 +22,7 @@ from infinity.modules.reading.discover import (
 from infinity.modules.reading.dtypes import Dtypes
 from infinity.modules.reading.load_plan import StoredParams
 from infinity.modules.tiling.split import Tiling
-from infinity.state.budgets import Budgets, MachineSizes, compute_budgets, weights_in_use
+from infinity.state.budgets import Budgets, MachineSizes
 from infinity.state.spare_generations import (
     are_inside_step,
     count_spares,
@@ -30,7 +30,7 @@ from infinity.state.spare_generations import (
     updates_in_backward,
 )
 from infinity.state.stored import StoredTensor
-from infinity.state.tiles import decodes_experts, fit
+from infinity.state.tiles import fit, is_enough
 from infinity.state.units import Moments, TensorFacts, Unit, layout_units, moments_of
 from infinity.storage.arena import available_host_nbytes
 from infinity.tiers.open_device import ChosenDevice
@@ -106,24 +106,15 @@ def lay_out(
                 config.distributed, config.placement.parameters, devices=agreed,
             )  # fmt: skip
             units = list(sharding.partition.full_units)
-        in_use = weights_in_use(
-            units, [unit.weight_nbytes for unit in units], layout.nesting.most_nbytes,
-            shares_host_memory=machine.shares_host_memory,
-        )  # fmt: skip
-        if sharding is None:
-            budgets = compute_budgets(config, units, in_use, machine)
-        else:
-            budgets = sharding.budgets(config, in_use, sharding.part_of(machine))
+        own = machine if sharding is None else sharding.part_of(machine)
+        budgets = budgets_of(config, units, layout.nesting, own, sharding)
         return RunPlan(config, device, layout, units, sharding, budgets)
 
-    def has_space_ahead(found: RunPlan) -> bool:
-        return found.budgets.has_space_ahead(max(unit.weight_nbytes for unit in found.units))
-
-    def decodes(found: RunPlan) -> bool:
-        return decodes_experts(found.budgets, found.units)
+    def is_good(found: RunPlan, is_whole: bool) -> bool:
+        return is_enough(found.budgets, found.units, is_whole=is_whole)
 
     try:
-        found = fit(config.schedule.tile, attempt, has_space_ahead, decodes, tiling.largest_nbytes)
+        found = fit(config.schedule.tile, attempt, is_good, tiling.largest_nbytes)
     except CapacityError as error:
         reasons = tiling.why_not()
         if config.schedule.tile is not None and reasons:

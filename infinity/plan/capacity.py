@@ -13,15 +13,15 @@ from typing import Any
 
 from infinity.config import NvmeTier, SwapConfig
 from infinity.config.schema import changed
-from infinity.distributed.setup import ShardingPlan
+from infinity.distributed.setup import ShardingPlan, budgets_of
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.hardware import Hardware
 from infinity.plan.layout import PlannedModel
 from infinity.plan.node import NodeView
 from infinity.sizes import format_nbytes
-from infinity.state.budgets import Budgets, MachineSizes, compute_budgets
+from infinity.state.budgets import Budgets, MachineSizes
 from infinity.state.placement import StatePlacement, resting_nbytes
-from infinity.state.tiles import decodes_experts, fit
+from infinity.state.tiles import fit, is_enough
 from infinity.state.units import Unit
 from infinity.storage.volume_layout import SPARES_REMEDY
 
@@ -50,20 +50,14 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
 
     def attempt(limit_nbytes: int | None) -> Fitted:
         tiled = model.with_tiles(limit_nbytes)
-        in_use = tiled.in_use(shares_host_memory=hardware.shares_host_memory)
         sharding = node.plan_sharding(tiled, window_nbytes)
-        if sharding is not None:
-            return Fitted(tiled, sharding, sharding.budgets(config, in_use, machine))
-        return Fitted(tiled, None, compute_budgets(config, tiled.units, in_use, machine))
+        budgets = budgets_of(config, tiled.units, tiled.nesting, machine, sharding)
+        return Fitted(tiled, sharding, budgets)
 
-    def has_space_ahead(found: Fitted) -> bool:
-        largest_nbytes = max(unit.weight_nbytes for unit in found.model.units)
-        return found.budgets.has_space_ahead(largest_nbytes)
+    def is_good(found: Fitted, is_whole: bool) -> bool:
+        return is_enough(found.budgets, found.model.units, is_whole=is_whole)
 
-    def decodes(found: Fitted) -> bool:
-        return decodes_experts(found.budgets, found.model.units)
-
-    return fit(config.schedule.tile, attempt, has_space_ahead, decodes, model.largest_nbytes)
+    return fit(config.schedule.tile, attempt, is_good, model.largest_nbytes)
 
 
 def window_nbytes_of(config: SwapConfig, hardware: Hardware) -> int | None:

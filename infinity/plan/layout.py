@@ -18,7 +18,6 @@ import torch
 from infinity.config import AdapterConfig
 from infinity.plan.frozen_base import StoredModel
 from infinity.sizes import PAGE_NBYTES, align_up
-from infinity.state.budgets import WeightsInUse, weights_in_use
 from infinity.state.nesting import Nesting
 from infinity.state.placement import resting_nbytes
 from infinity.state.stored import StoredTensor, StoredWeights, stored_tiles
@@ -252,15 +251,6 @@ class PlannedModel:
         """The most bytes of weights that are decoded at the same time: a block's own, and those of
         one tile of its experts."""
         return self.nesting.most_nbytes([self.decoded_nbytes(unit) for unit in self.units])
-
-    def in_use(self, *, shares_host_memory: bool) -> WeightsInUse:
-        """Returns the weights that nested modules use at once, as the engine counts them."""
-        return weights_in_use(
-            self.units,
-            [unit.weight_nbytes for unit in self.units],
-            self.nesting.most_nbytes,
-            shares_host_memory=shares_host_memory,
-        )
 
     def decoded_nbytes(self, unit: Unit) -> int:
         """Returns the bytes of a unit's weights (or of a tile's) that are decoded for a use."""

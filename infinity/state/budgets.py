@@ -184,20 +184,16 @@ class _Request:
 
 
 def weights_in_use(
-    units: Sequence[Unit],
-    attached_nbytes: Sequence[int],
-    most: Callable[[Sequence[int]], int],
-    *,
-    shares_host_memory: bool,
+    units: Sequence[Unit], most: Callable[[Sequence[int]], int], *, shares_host_memory: bool
 ) -> WeightsInUse:
-    """Returns the weights that nested modules use at once. `attached_nbytes`: by unit, as the
-    device computes with them. `most(nbytes_of_unit)` returns the most bytes of nested modules.
+    """Returns the weights that nested modules use at once. `most(nbytes_of_unit)` returns the most
+    bytes of nested modules.
 
     Stored weights are decoded into a second block, and their own block may go. In a pool that keeps
     nothing, blocks lie like a stack: the space of an outer unit's stored bytes is below its decoded
     block, where a larger block of an inner unit does not fit. So both count, for every unit.
     """
-    attached = [rounded_nbytes(nbytes) for nbytes in attached_nbytes]
+    attached = [rounded_nbytes(unit.weight_nbytes) for unit in units]
     held_nbytes = most(attached)
     if all(unit.stored is None for unit in units):
         return WeightsInUse(held_nbytes, held_nbytes)

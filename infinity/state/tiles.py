@@ -6,7 +6,7 @@ Pure. The engine cuts modules by it, the planner shapes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -92,26 +92,29 @@ def is_expert_stack(facts: TensorFacts) -> bool:
     return len(facts.shape) > 2 and "experts" in facts.name.split(".")
 
 
-def decodes_experts(budgets: Budgets, units: Iterable[Unit]) -> bool:
-    """Whether experts are decoded on a device with memory of its own."""
+def is_enough(budgets: Budgets, units: Sequence[Unit], *, is_whole: bool) -> bool:
+    """Whether no smaller tiles are needed: the next unit has space while one computes; or nothing
+    is divided (`is_whole`), and a device with memory of its own decodes no experts."""
+    if budgets.has_space_ahead(max(unit.weight_nbytes for unit in units)):
+        return True
     facts = (tensor.facts for unit in units for tensor in unit.tensors)
-    return budgets.largest_decoded_nbytes > 0 and any(map(is_expert_stack, facts))
+    decodes_experts = budgets.largest_decoded_nbytes > 0 and any(map(is_expert_stack, facts))
+    return is_whole and not decodes_experts
 
 
 def fit(
     tile: Literal["auto"] | int | None,
     attempt: Callable[[int | None], T],
-    has_space_ahead: Callable[[T], bool],
-    decodes: Callable[[T], bool],
+    is_enough: Callable[[T, bool], bool],
     largest_nbytes: int,
 ) -> T:
     """Returns the result of `attempt(limit_nbytes)` for the limit that `[schedule] tile` requests.
 
     `attempt` raises CapacityError if the model does not fit; None requests no tiles. "auto" takes
-    tiles if the model does not fit without, or if it `decodes` units and there is no space for the
-    next one while one computes: the largest tiles that leave such space, or else the largest that
-    fit. If none fit, raises the CapacityError of the division that needs the least host memory; of
-    those that fit the host, device memory.
+    tiles if the model does not fit without, or if that is not enough (see `is_enough`; its flag is
+    true without tiles): the largest tiles that are enough, or else the largest that fit. If none
+    fit, raises the CapacityError of the division that needs the least host memory; of those that
+    fit the host, device memory.
     """
     if tile != "auto":
         return attempt(tile)
@@ -123,7 +126,7 @@ def fit(
         except CapacityError as error:
             refused.append(error)
             continue
-        if has_space_ahead(found) or (limit_nbytes is None and not decodes(found)):
+        if is_enough(found, limit_nbytes is None):
             return found
         fitting.append(limit_nbytes)
     if not fitting:

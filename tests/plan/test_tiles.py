@@ -42,10 +42,6 @@ def test_rows_are_split_evenly_below_the_limit(num_rows: int, row_nbytes: int, l
         assert num_rows > (len(sizes) - 1) * (limit // row_nbytes // ROW_ALIGNMENT * ROW_ALIGNMENT)
 
 
-def never(_: object) -> bool:
-    return False
-
-
 def test_the_search_stops_at_the_first_limit_with_space_to_prefetch() -> None:
     tried: list[int | None] = []
 
@@ -55,24 +51,24 @@ def test_the_search_stops_at_the_first_limit_with_space_to_prefetch() -> None:
             raise CapacityError("device", needed_nbytes=2, available_nbytes=1, key="k", detail="d")
         return limit_nbytes
 
-    assert fit("auto", attempt, lambda limit: limit == 128 << 10, never, 1 << 20) == 128 << 10
+    assert fit("auto", attempt, lambda limit, _: limit == 128 << 10, 1 << 20) == 128 << 10
     assert tried == [None, 512 << 10, 256 << 10, 128 << 10]
-    assert fit("auto", attempt, lambda limit: False, never, 1 << 20) == 256 << 10
+    assert fit("auto", attempt, lambda *_: False, 1 << 20) == 256 << 10
     assert list(limits(1 << 20))[-1] == 64 << 10
     for tile in (None, 512 << 10):
         with pytest.raises(CapacityError):
-            fit(tile, attempt, lambda limit: True, never, 1 << 20)
+            fit(tile, attempt, lambda *_: True, 1 << 20)
 
 
 def test_weights_that_are_decoded_are_tiled_where_two_have_no_space() -> None:
     """Where no tile makes space the search takes none."""
     for largest, tile in ((1 << 20, 1 << 20), (256 << 10, 256 << 10), (1 << 10, None)):
 
-        def has_space(limit_nbytes: int | None, largest: int = largest) -> bool:
-            return limit_nbytes is not None and limit_nbytes <= largest
+        def has_space(limit_nbytes: int | None, is_whole: bool, largest: int = largest) -> bool:
+            return not is_whole and limit_nbytes is not None and limit_nbytes <= largest
 
-        assert fit("auto", lambda limit: limit, has_space, lambda _: True, 2 << 20) == tile
-        assert fit("auto", lambda limit: limit, has_space, never, 2 << 20) is None
+        assert fit("auto", lambda limit: limit, has_space, 2 << 20) == tile
+        assert fit("auto", lambda limit: limit, lambda _, is_whole: is_whole, 2 << 20) is None
 
 
 def test_the_search_refuses_with_the_least_that_any_division_needs() -> None:
@@ -89,10 +85,10 @@ def test_the_search_refuses_with_the_least_that_any_division_needs() -> None:
 
     available = 499
     with pytest.raises(CapacityError) as refused:
-        fit("auto", attempt, lambda _: True, never, 1 << 20)
+        fit("auto", attempt, lambda *_: True, 1 << 20)
     assert refused.value.needed_nbytes == 500
     available = 500
-    assert fit("auto", attempt, lambda _: True, never, 1 << 20) == 256 << 10
+    assert fit("auto", attempt, lambda *_: True, 1 << 20) == 256 << 10
 
 
 def test_a_division_that_fits_the_host_is_refused_for_the_device() -> None:
@@ -101,7 +97,7 @@ def test_a_division_that_fits_the_host_is_refused_for_the_device() -> None:
         raise CapacityError(tier, needed_nbytes=9, available_nbytes=1, key="k", detail="d")
 
     with pytest.raises(CapacityError) as refused:
-        fit("auto", attempt, lambda _: True, never, 1 << 20)
+        fit("auto", attempt, lambda *_: True, 1 << 20)
     assert refused.value.tier == "device"
 
 
