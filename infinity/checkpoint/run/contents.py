@@ -40,7 +40,6 @@ from infinity.checkpoint.run.format import (
     TABLE_NAME,
     FileEntry,
     LinkedKind,
-    LinkedRun,
     LinkedTensor,
     Stored,
     StoredRange,
@@ -55,6 +54,7 @@ from infinity.state.partition import Partition, ShardSlice
 from infinity.state.store import NvmeLocation
 from infinity.state.units import MOMENT_KINDS, StateKind, TensorFacts, TensorSpec, Unit
 from infinity.storage.checksums import CHECKSUM_NBYTES, digest
+from infinity.storage.protocol import FileRange
 
 if TYPE_CHECKING:
     from _hashlib import HASH
@@ -235,7 +235,7 @@ class KindRange:
         """The bytes of the range."""
         return self.stop_nbytes - self.start_nbytes
 
-    def stored(self, runs: Iterable[LinkedRun]) -> LinkedKind:
+    def stored(self, runs: Iterable[FileRange]) -> LinkedKind:
         """Returns the row of the table for these pages in `runs`."""
         unit, state_kind = self.unit, self.state_kind
         return LinkedKind(unit.name, state_kind.value, state_kind.kind, tuple(runs), self.tensors)
@@ -531,7 +531,7 @@ def copy_pages(partial: Path, state: StateAccess, ranges: Iterable[KindRange]) -
                 continue
             if file is None:
                 file = stack.enter_context(SequentialFile(partial / COPIES_NAME))
-            run = LinkedRun(COPIES_NAME, end_nbytes, kind_range.nbytes)
+            run = FileRange(COPIES_NAME, end_nbytes, kind_range.nbytes)
             kinds.append(kind_range.stored([run]))
             end_nbytes += kind_range.nbytes
             place = kind_range.start_nbytes, kind_range.stop_nbytes

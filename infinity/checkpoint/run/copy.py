@@ -39,7 +39,6 @@ from infinity.checkpoint.run.format import (
     TABLE_NAME,
     FileEntry,
     LinkedKind,
-    LinkedRun,
     LinkedState,
     StoredRange,
     table_to_bytes,
@@ -48,7 +47,7 @@ from infinity.errors import InfinityError, StorageError
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, ExpectedRange
 from infinity.storage.closing import Closing
-from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
+from infinity.storage.protocol import FileRange, Priority, Segment, StorageEngine, Ticket
 
 _BLOCK_NBYTES = 4 * MIB
 _POLL_S = 0.01
@@ -263,7 +262,7 @@ class _Copier:
         self._copy(COPIES_NAME, linked.nbytes, self._state_blocks(linked), direct=True)
         moved, start = [], 0
         for entry in linked.kinds:
-            moved.append(replace(entry, runs=(LinkedRun(COPIES_NAME, start, entry.nbytes),)))
+            moved.append(replace(entry, runs=(FileRange(COPIES_NAME, start, entry.nbytes),)))
             start += entry.nbytes
         return moved
 
@@ -284,9 +283,9 @@ class _Copier:
             for run in entry.runs:
                 for start, nbytes in _cut(run.nbytes):
                     count = nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
-                    at, path = run.offset_nbytes + start, str(self._source / run.file)
+                    at, path = run.offset_nbytes + start, str(self._source / run.path)
                     check = partial(_check_pages, path, at, checksums[page : page + count])
-                    yield Segment(files[run.file], at, 0, nbytes), target, check
+                    yield Segment(files[run.path], at, 0, nbytes), target, check
                     page += count
                     target += nbytes
 

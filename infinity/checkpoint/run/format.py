@@ -42,6 +42,7 @@ from infinity.errors import InfinityError, StorageError, UnsupportedError, corru
 from infinity.sizes import GIB, PAGE_NBYTES, align_down, align_up
 from infinity.storage.checksums import CHECKSUM_NBYTES
 from infinity.storage.page_reader import BUFFER_NBYTES, PageReader
+from infinity.storage.protocol import FileRange
 
 # 3 for several ranks, 2 for linked state, 1 otherwise, so that older versions read all they can.
 SCHEMA = 3
@@ -235,15 +236,6 @@ def _rank_of(file: FileEntry, ranks: frozenset[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkedRun:
-    """A range of a linked file, in whole pages."""
-
-    file: str
-    offset_nbytes: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class LinkedTensor:
     """A tensor in a state kind: all elements in memory order, or `numel` of them from `start` on.
 
@@ -270,12 +262,13 @@ class LinkedTensor:
 
 @dataclass(frozen=True, slots=True)
 class LinkedKind:
-    """One state kind of a unit. Its bytes are those of its runs, in order."""
+    """One state kind of a unit. Its bytes are those of its runs, in order: whole pages of linked
+    files, whose paths begin at the checkpoint, or in it at the directory of the rank."""
 
     unit: str
     state_kind: str
     kind: str
-    runs: tuple[LinkedRun, ...]
+    runs: tuple[FileRange, ...]
     tensors: tuple[LinkedTensor, ...]
 
     @property
@@ -302,7 +295,7 @@ def table_to_bytes(kinds: Sequence[LinkedKind]) -> bytes:
             "unit": entry.unit,
             "piece": entry.state_kind,
             "kind": entry.kind,
-            "runs": [[run.file, run.offset_nbytes, run.nbytes] for run in entry.runs],
+            "runs": [[run.path, run.offset_nbytes, run.nbytes] for run in entry.runs],
             "tensors": [
                 [t.name, t.dtype, t.shape, t.stride, t.offset_nbytes]
                 + ([] if t.is_full else [t.start, t.numel])
@@ -348,11 +341,11 @@ def _state_kind(value: Any) -> LinkedKind:
     )
 
 
-def _run(value: Any) -> LinkedRun:
+def _run(value: Any) -> FileRange:
     row = list_of(value, "a run")
     if len(row) != 3:
         raise MalformedError(f"a run has {len(row)} fields; expected 3")
-    run = LinkedRun(
+    run = FileRange(
         plain_name(row[0], "the file of a run"),
         integer(row[1], "the offset of a run"),
         integer(row[2], "the length of a run"),
@@ -520,7 +513,7 @@ class LinkedState:
         """Returns the least length in bytes of every linked file, by name."""
         ends: dict[str, int] = {}
         for run in (run for entry in self.kinds for run in entry.runs):
-            ends[run.file] = max(ends.get(run.file, 0), run.offset_nbytes + run.nbytes)
+            ends[run.path] = max(ends.get(run.path, 0), run.end_nbytes)
         return ends
 
     def check_files(self) -> None:
@@ -549,7 +542,7 @@ class LinkedState:
             page = self._first_pages[entry] + low // PAGE_NBYTES
             count = (high - low) // PAGE_NBYTES
             view = reader.read(
-                self._path / run.file,
+                self._path / run.path,
                 run.offset_nbytes + low - start,
                 high - low,
                 self._checksums(page, count),

@@ -53,7 +53,7 @@ class Inspection:
     def shared_nbytes(self) -> int:
         """The part of the size that lies in files shared with swap files."""
         runs = (r for linked in self.linked for entry in linked.kinds for r in entry.runs)
-        return sum(run.nbytes for run in runs if run.file != COPIES_NAME)
+        return sum(run.nbytes for run in runs if run.path != COPIES_NAME)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the facts of the checkpoint for JSON."""

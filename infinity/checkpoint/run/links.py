@@ -18,6 +18,7 @@ import logging
 import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from infinity.checkpoint.durable import sync_directory
@@ -40,7 +41,6 @@ from infinity.checkpoint.run.directory import (
 from infinity.checkpoint.run.format import (
     COPIES_NAME,
     LinkedKind,
-    LinkedRun,
     LinkedState,
     Stored,
 )
@@ -135,9 +135,9 @@ def located(state: StateAccess, ranges: Iterable[KindRange]) -> tuple[Stored, li
     return Stored(tuple(kinds), b"".join(checksums)), list(paths)
 
 
-def linked_runs(ranges: Iterable[FileRange]) -> tuple[LinkedRun, ...]:
+def linked_runs(ranges: Iterable[FileRange]) -> tuple[FileRange, ...]:
     """Returns ranges of swap files as the table has them; a link has the name of its file."""
-    return tuple(LinkedRun(os.path.basename(r.path), r.offset_nbytes, r.nbytes) for r in ranges)
+    return tuple(FileRange(os.path.basename(r.path), r.offset_nbytes, r.nbytes) for r in ranges)
 
 
 def _link(paths: Iterable[str], partial: Path) -> bool:
@@ -309,10 +309,10 @@ def plan_adoption(
             for inode in inodes.values():
                 num_links[inode] += 1
             contents[label_of(neighbour)] = [
-                FileRange(swap_files[inodes[run.file]], run.offset_nbytes, run.nbytes)
+                replace(run, path=swap_files[inodes[run.path]])
                 for entry in linked.kinds
                 for run in entry.runs
-                if run.file != COPIES_NAME
+                if run.path != COPIES_NAME
             ]
     is_known = all(os.stat(swap_files[inode]).st_nlink == n for inode, n in num_links.items())
     if label_of(checkpoint) not in contents or len(contents) > num_spares or not is_known:
@@ -439,7 +439,7 @@ def _find_matches(
     entries = {
         (entry.unit, entry.state_kind): entry
         for entry in linked.kinds
-        if any(run.file != COPIES_NAME for run in entry.runs)
+        if any(run.path != COPIES_NAME for run in entry.runs)
     }
     matches: _Matches = {}
     swap_paths, divided = set[str](), state.partition
