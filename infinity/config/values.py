@@ -226,7 +226,7 @@ def _number_detail(value: object) -> str:
 
 def integer(minimum: int = 0, maximum: int | None = None) -> ValueType:
     """An integer, not below `minimum` and not above `maximum`."""
-    return number(minimum, maximum, is_whole=True)
+    return number(minimum, maximum, is_integer=True)
 
 
 def number(
@@ -235,7 +235,7 @@ def number(
     above: float | None = None,
     below: float | None = None,
     *,
-    is_whole: bool = False,
+    is_integer: bool = False,
 ) -> ValueType:
     """A finite float, or an integer. `above` and `below` are limits that the value itself may not
     take."""
@@ -243,10 +243,10 @@ def number(
     def read(value: Any, _: Loading) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(_number_detail(value))
-        if is_whole and isinstance(value, float) and not value.is_integer():
+        if is_integer and isinstance(value, float) and not value.is_integer():
             raise ValueError("")
-        found = int(value) if is_whole else float(value)  # 1e3 is a float to TOML and YAML.
-        if not is_whole and not math.isfinite(found):
+        found = int(value) if is_integer else float(value)  # 1e3 is a float to TOML and YAML.
+        if not is_integer and not math.isfinite(found):
             raise ValueError("not finite")
         if (
             (minimum is not None and found < minimum)
@@ -263,9 +263,9 @@ def number(
         "exclusiveMaximum": below,
     }  # fmt: skip
     schema = {name: limit for name, limit in limits.items() if limit is not None}
-    kind, article = ("integer", "an") if is_whole else ("number", "a")
+    kind, article = ("integer", "an") if is_integer else ("number", "a")
     phrase = f"{article} {kind}{_range(minimum, maximum, above)}{end}"
-    if is_whole and minimum == maximum:
+    if is_integer and minimum == maximum:
         phrase = f"the integer {minimum}"
     return ValueType(phrase, {"type": kind, **schema}, read)
 

@@ -110,8 +110,8 @@ def lay_out(
         budgets = budgets_of(config, units, layout.nesting, own, sharding)
         return RunPlan(config, device, layout, units, sharding, budgets)
 
-    def is_good(found: RunPlan, is_whole: bool) -> bool:
-        return is_enough(found.budgets, found.units, is_whole=is_whole)
+    def is_good(found: RunPlan, is_untiled: bool) -> bool:
+        return is_enough(found.budgets, found.units, is_untiled=is_untiled)
 
     try:
         found = fit(config.schedule.tile, attempt, is_good, tiling.largest_nbytes)

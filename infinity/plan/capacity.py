@@ -54,8 +54,8 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
         budgets = budgets_of(config, tiled.units, tiled.nesting, machine, sharding)
         return Fitted(tiled, sharding, budgets)
 
-    def is_good(found: Fitted, is_whole: bool) -> bool:
-        return is_enough(found.budgets, found.model.units, is_whole=is_whole)
+    def is_good(found: Fitted, is_untiled: bool) -> bool:
+        return is_enough(found.budgets, found.model.units, is_untiled=is_untiled)
 
     return fit(config.schedule.tile, attempt, is_good, model.largest_nbytes)
 

@@ -92,14 +92,14 @@ def is_expert_stack(facts: TensorFacts) -> bool:
     return len(facts.shape) > 2 and "experts" in facts.name.split(".")
 
 
-def is_enough(budgets: Budgets, units: Sequence[Unit], *, is_whole: bool) -> bool:
+def is_enough(budgets: Budgets, units: Sequence[Unit], *, is_untiled: bool) -> bool:
     """Whether no smaller tiles are needed: the next unit has space while one computes; or nothing
-    is divided (`is_whole`), and a device with memory of its own decodes no experts."""
+    is divided (`is_untiled`), and a device with memory of its own decodes no experts."""
     if budgets.has_space_ahead(max(unit.weight_nbytes for unit in units)):
         return True
     facts = (tensor.facts for unit in units for tensor in unit.tensors)
     decodes_experts = budgets.largest_decoded_nbytes > 0 and any(map(is_expert_stack, facts))
-    return is_whole and not decodes_experts
+    return is_untiled and not decodes_experts
 
 
 def fit(

@@ -64,11 +64,11 @@ def test_weights_that_are_decoded_are_tiled_where_two_have_no_space() -> None:
     """Where no tile makes space the search takes none."""
     for largest, tile in ((1 << 20, 1 << 20), (256 << 10, 256 << 10), (1 << 10, None)):
 
-        def has_space(limit_nbytes: int | None, is_whole: bool, largest: int = largest) -> bool:
-            return not is_whole and limit_nbytes is not None and limit_nbytes <= largest
+        def has_space(limit_nbytes: int | None, is_untiled: bool, largest: int = largest) -> bool:
+            return not is_untiled and limit_nbytes is not None and limit_nbytes <= largest
 
         assert fit("auto", lambda limit: limit, has_space, 2 << 20) == tile
-        assert fit("auto", lambda limit: limit, lambda _, is_whole: is_whole, 2 << 20) is None
+        assert fit("auto", lambda limit: limit, lambda _, is_untiled: is_untiled, 2 << 20) is None
 
 
 def test_the_search_refuses_with_the_least_that_any_division_needs() -> None:
