@@ -156,7 +156,10 @@ def has_turn(case: tuple[str, str, float]) -> bool:
 def test_the_budget_that_a_refusal_names_trains(
     name: str, way: str, larger: float, tmp_path: Path
 ) -> None:
-    precision = PRECISIONS[turn_of(name, way) // 2 % len(PRECISIONS)]
+    turn = turn_of(name, way) // 2
+    precision = PRECISIONS[turn % len(PRECISIONS)]
+    if way == "random":  # The inputs of some are numbers in fp32.
+        precision = {"moments": precision["moments"]}
     schedule = {"tile": "auto" if larger == LARGER[0] else 0}
     check(Job(name, way, tmp_path, precision=precision, schedule=schedule).run, [larger])
 
