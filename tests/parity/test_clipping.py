@@ -276,9 +276,10 @@ def test_whatever_is_clipped_and_done_afterwards_has_the_bits_of_torch(
 
 
 UPDATES = ["both_passes", "deferred", "at_step"]
-# Updates in both passes in each place; the others in two.
+# Updates in both passes in each place; the others in one.
 SEEDS = {(place, "both_passes"): seed for seed, place in enumerate(PLACES)} | {
-    (place, updates): seed for seed, (place, updates) in enumerate(product(KEPT, UPDATES[1:]))
+    (place, updates): seed
+    for seed, (place, updates) in enumerate(zip(KEPT, UPDATES[1:], strict=True))
 }
 
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.state.units import StateKind
+from tests.support.exhaustive import in_turn
 
 SIZES = LlamaConfig(
     hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
@@ -79,8 +80,10 @@ def first_state(
     return weights, written, read
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", [trained, frozen, from_files, from_function])
+@pytest.mark.parametrize(
+    ("way", "compute"),
+    in_turn([trained, frozen, from_files, from_function], ["float32", "bfloat16"]),
+)
 def test_first_values_are_written_once(
     way: Callable[[dict[str, Any], Path], Any], compute: str, tmp_path: Path
 ) -> None:

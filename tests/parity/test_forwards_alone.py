@@ -17,6 +17,7 @@ import infinity
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences
+from tests.support.exhaustive import in_turn
 from tests.support.models import TinyDecoder
 from tests.support.offloading import offloaded, swap_config
 
@@ -36,8 +37,7 @@ def plain(entry: Entry) -> list[Tensor]:
         return [entry.loss(model, entry.batch(seed)) for seed in SEEDS]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("has_device", [False, True])
+@pytest.mark.parametrize(("name", "has_device"), in_turn(NAMES, [False, True]))
 def test_results_have_the_bits_of_a_loop(name: str, has_device: bool, swap_directory: Path) -> None:
     entry, device = ZOO[name], SimulatedDevice() if has_device else None
     model, config = entry.build(0).eval(), swap_config(swap_directory)

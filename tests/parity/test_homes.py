@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import infinity
+from tests.support.exhaustive import in_turn
 from tests.support.two_sides import Run, compare, idle_drives, make, offloaded, same_bits, steps
 
 from .test_update_worker import ALL_ON_HOST, beside, early_of, let_worker_finish
@@ -80,8 +81,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("is_beside", [True, False], ids=["beside", "on_the_host"])
+@pytest.mark.parametrize(("form", "is_beside"), in_turn(FORMATS, [True, False]))
 def test_every_form_of_state_has_the_bits_of_updates_after_the_decision(
     swap_directory: Path, form: str, is_beside: bool
 ) -> None:

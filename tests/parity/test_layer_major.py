@@ -110,7 +110,10 @@ def check(name: str, seeds: tuple[int, ...], directory: Path, *, is_exact: bool)
             assert (gradient.double() - other.double()).norm() <= 2e-5 * total, key
 
 
-@pytest.mark.parametrize("name", [name for name in EXACT if name in ZOO])
+OF_THE_ZOO = [name for name in EXACT if name in ZOO]
+
+
+@pytest.mark.parametrize("name", sampled(OF_THE_ZOO, lambda name: OF_THE_ZOO.index(name) % 2 == 0))
 def test_gradients_are_those_of_plain_accumulation(name: str, swap_directory: Path) -> None:
     check(name, SEEDS, swap_directory, is_exact=True)
 

@@ -21,7 +21,7 @@ from infinity.ops.rules import AdamWSettings
 from infinity.ops.span import StateSpan
 from infinity.state.moments_8bit import GRANULE_NUMEL
 from tests.support.bits import same_bits
-from tests.support.exhaustive import sampled
+from tests.support.exhaustive import in_turn, sampled
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import OffloadedSide, Record, run, seed_everything
@@ -186,8 +186,7 @@ class Large(nn.Module):
         return sum((p * x).square().mean() for p in (self.first, self.second, self.last))
 
 
-@pytest.mark.parametrize("placement", ["nvme", "host"])
-@pytest.mark.parametrize("chunk", ["64KiB", "2MiB"])
+@pytest.mark.parametrize(("placement", "chunk"), in_turn(["nvme", "host"], ["64KiB", "2MiB"]))
 def test_units_of_several_granules(placement: str, chunk: str, swap_directory: Path) -> None:
     """Splits at granules, in memory and on drives; what has no gradient keeps its bytes."""
     plain = Large()

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infinity.config import SwapConfig
+from infinity.plan.files import shipped_in
 from infinity.plan.hardware import load_hardware
+from infinity.plan.model import load_model
 from infinity.tools.plan.catalogue import Cell, plan_cell, published_models, to_markdown, to_text
 from tests.support.commands import imported_by, run_command
 
@@ -38,7 +41,13 @@ def test_a_cell_that_does_not_fit_says_what_is_too_small(tmp_path: Path) -> None
     assert found.tokens_per_s is None and found.text == "no: drives"
 
 
-def test_models_that_can_be_downloaded_are_listed_by_size() -> None:
+def test_every_shipped_model_and_machine_loads_and_models_of_the_hub_are_listed_by_size() -> None:
+    """In one process: the shapes of all models take twenty seconds, once."""
+    for name in shipped_in("models"):
+        assert load_model(name, torch.float32).units
+    for name in shipped_in("hardware"):
+        hardware = load_hardware(name)
+        assert hardware.source and hardware.rates().flops > 0
     names = published_models()
     assert names.index("qwen3-8b") < names.index("qwen3-30b-a3b") < names.index("deepseek-v3")
     assert "gpt-1t" not in names

@@ -13,6 +13,7 @@ from infinity.errors import ConfigError
 from infinity.sizes import MIB
 from infinity.tools.training import bounded_call
 from infinity.tools.training.bounded_call import call_bounded
+from tests.support.exhaustive import in_turn
 
 from .record_jobs import rows_of, small_job, write
 
@@ -40,24 +41,24 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return small_job(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (LOOP, "more than 1 s of processor time"),
-        (DOUBLE, f"more than {EITHER}"),
-        ("{{ 'a' * 10 ** 12 }}", "more than 256.0 MiB of memory"),
-        ("{{ 'a' | center(10 ** 12) }}", "more than 256.0 MiB of memory"),
-        ("{{ 9 ** (9 ** 9) }}", "more than 1 s of processor time"),
-        ("{% if false %}{{ 9 ** (9 ** 9) }}{% endif %}" + PLAIN, "more than 1 s of processor time"),
-    ],
-    ids=["loop", "doubled", "repeated", "centred", "power", "compiled"],
-)
-@pytest.mark.parametrize("kind", ["conversations", "completions"])
+TOO_MUCH = {
+    "loop": (LOOP, "more than 1 s of processor time"),
+    "doubled": (DOUBLE, f"more than {EITHER}"),
+    "repeated": ("{{ 'a' * 10 ** 12 }}", "more than 256.0 MiB of memory"),
+    "centred": ("{{ 'a' | center(10 ** 12) }}", "more than 256.0 MiB of memory"),
+    "power": ("{{ 9 ** (9 ** 9) }}", "more than 1 s of processor time"),
+    "compiled": (
+        "{% if false %}{{ 9 ** (9 ** 9) }}{% endif %}" + PLAIN, "more than 1 s of processor time",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "kind"), in_turn(TOO_MUCH, ["conversations", "completions"]))
 def test_a_template_that_takes_too_much_is_refused_within_seconds(
-    tmp_path, table, template, said, kind
+    tmp_path, table, what, kind
 ) -> None:
     """Also one whose constants are computed as it is compiled."""
-    record = talk("a")
+    (template, said), record = TOO_MUCH[what], talk("a")
     if kind == "completions":
         record = {"prompt": record["messages"][:1], "completion": record["messages"][1:]}
     write(tmp_path / "data.jsonl", [record])
