@@ -18,7 +18,7 @@ from infinity.bounded import (
     text_of,
 )
 from infinity.codecs.affine import AffineGroups
-from infinity.codecs.found import FoundTensors
+from infinity.codecs.found import FoundTensors, Scheme
 from infinity.codecs.part import ITEM_NBYTES, Shape, StoredPart
 from infinity.codecs.tables import STATE_SUFFIX, TableBlocks
 from infinity.errors import ConfigError
@@ -37,53 +37,52 @@ _SUFFIXES = (
 )
 
 
-class BitsandbytesScheme:
-    """`weight` U8 with `weight.absmax` and so on, of which a JSON in a tensor says the rest; or
-    `weight` I8 with `SCB` beside it (LLM.int8)."""
+def bitsandbytes_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
+    """Returns what finds `weight` U8 with `weight.absmax` and so on, of which a JSON in a tensor
+    says the rest; or `weight` I8 with `SCB` beside it (LLM.int8). Raises ConfigError."""
+    kind = quantization.get("bnb_4bit_quant_type", "fp4")  # The default of bitsandbytes.
+    if quantization.get("load_in_8bit", quantization.get("_load_in_8bit")):
+        kind = "8 bits"
+    if kind not in (*_KINDS, "8 bits"):
+        raise ConfigError(
+            f"{where}: its weights are quantized by bitsandbytes as {kind!r}; a codec exists "
+            "for 'nf4', 'fp4' and 8 bits. Use such a checkpoint, or the bfloat16 one of the "
+            "model"
+        )
+    return _find
 
-    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
-        kind = quantization.get("bnb_4bit_quant_type", "fp4")  # The default of bitsandbytes.
-        if quantization.get("load_in_8bit", quantization.get("_load_in_8bit")):
-            kind = "8 bits"
-        if kind not in (*_KINDS, "8 bits"):
-            raise ConfigError(
-                f"{where}: its weights are quantized by bitsandbytes as {kind!r}; a codec exists "
-                "for 'nf4', 'fp4' and 8 bits. Use such a checkpoint, or the bfloat16 one of the "
-                "model"
-            )
 
-    def find(self, found: FoundTensors) -> None:
-        """See `Scheme.find`."""
-        for state in [name for name in found.headers if STATE_SUFFIX in name]:
-            name = state.partition(STATE_SUFFIX)[0]
-            try:
-                codec, shape = _parse_state(found.read(state))
-            except MalformedError as error:
-                raise found.error(f"{state!r} is malformed: {error}") from None
-            codes, *others = codec.parts(shape)
-            stored, packed = found.headers.get(name, ("", ()))
-            as_stored = StoredPart("", stored, packed)
-            if stored in ITEM_NBYTES and as_stored.nbytes == codes.nbytes:
-                codes = as_stored  # bnb_4bit_quant_storage: the same bytes under another dtype.
-            names = [f"{name}{part.suffix}" for part in (codes, *others)]
-            found.add(name, codec, shape, names, parts=(codes, *others), aside=(state,))
-        for scales in found.unused(_SCALES_OF_INT8):
-            module = scales.removesuffix(_SCALES_OF_INT8)
-            self._add_int8(found, f"{module}.weight", scales, f"{module}.weight_format")
-        found.refuse_leftovers(_SUFFIXES, "bitsandbytes")
+def _find(found: FoundTensors) -> None:
+    for state in [name for name in found.headers if STATE_SUFFIX in name]:
+        name = state.partition(STATE_SUFFIX)[0]
+        try:
+            codec, shape = _parse_state(found.read(state))
+        except MalformedError as error:
+            raise found.error(f"{state!r} is malformed: {error}") from None
+        codes, *others = codec.parts(shape)
+        stored, packed = found.headers.get(name, ("", ()))
+        as_stored = StoredPart("", stored, packed)
+        if stored in ITEM_NBYTES and as_stored.nbytes == codes.nbytes:
+            codes = as_stored  # bnb_4bit_quant_storage: the same bytes under another dtype.
+        names = [f"{name}{part.suffix}" for part in (codes, *others)]
+        found.add(name, codec, shape, names, parts=(codes, *others), aside=(state,))
+    for scales in found.unused(_SCALES_OF_INT8):
+        module = scales.removesuffix(_SCALES_OF_INT8)
+        _add_int8(found, f"{module}.weight", scales, f"{module}.weight_format")
+    found.refuse_leftovers(_SUFFIXES, "bitsandbytes")
 
-    @staticmethod
-    def _add_int8(found: FoundTensors, name: str, scales: str, form: str) -> None:
-        if name not in found.headers:
-            raise found.error(f"{name!r} is missing, to which {scales!r} belongs")
-        if form in found.headers and any(found.read(form)):
-            raise found.error(
-                f"{form!r} says that {name!r} is in the order of a GPU's kernel; expected rows. "
-                "Save the model again with bitsandbytes 0.45 or later"
-            )
-        shape = found.matrix(name)
-        codec = AffineGroups(max(1, shape[-1]), "F32", 8, "LLM.int8")
-        found.add(name, codec, shape, (name, scales), aside=(form,))
+
+def _add_int8(found: FoundTensors, name: str, scales: str, form: str) -> None:
+    if name not in found.headers:
+        raise found.error(f"{name!r} is missing, to which {scales!r} belongs")
+    if form in found.headers and any(found.read(form)):
+        raise found.error(
+            f"{form!r} says that {name!r} is in the order of a GPU's kernel; expected rows. "
+            "Save the model again with bitsandbytes 0.45 or later"
+        )
+    shape = found.matrix(name)
+    codec = AffineGroups(max(1, shape[-1]), "F32", 8, "LLM.int8")
+    found.add(name, codec, shape, (name, scales), aside=(form,))
 
 
 def _parse_state(content: bytes) -> tuple[TableBlocks, Shape]:

@@ -74,8 +74,8 @@ class CompressedScheme:
             if not isinstance(group, dict) or group.get("weights") is not None
         ]
 
-    def find(self, found: FoundTensors) -> None:
-        """See `Scheme.find`."""
+    def __call__(self, found: FoundTensors) -> None:
+        """Finds the weights; see `Scheme`."""
         for name in found.unused(_PACKED):
             stem = name.removesuffix("_packed")
             if found.headers[name][0] == "U8":

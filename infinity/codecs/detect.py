@@ -12,19 +12,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
-from infinity.codecs.bitsandbytes import BitsandbytesScheme
+from infinity.codecs.bitsandbytes import bitsandbytes_scheme
 from infinity.codecs.compressed import CompressedScheme
 from infinity.codecs.floating import (
-    Mxfp4Scheme,
     fbgemm_scheme,
+    find_mxfp4,
     fp8_scheme,
     modelopt_scheme,
     quark_scheme,
 )
-from infinity.codecs.found import FoundTensors, Headers, LogicalTensor
-from infinity.codecs.grouped import GgufScheme, GroupedScheme, HqqScheme, MlxScheme
+from infinity.codecs.found import FoundTensors, Headers, LogicalTensor, Scheme
+from infinity.codecs.grouped import GroupedScheme, MlxScheme, find_gguf, find_hqq
 from infinity.errors import ConfigError
 
 _OF_MLX = "quantization"
@@ -97,7 +97,7 @@ def logical_tensors(
     found = FoundTensors(headers, where, read)
     quantization = quantization_of(config, where)
     if quantization is not None:
-        scheme_of(quantization, where, headers).find(found)
+        scheme_of(quantization, where, headers)(found)
         if found.put_aside(_ACTIVATION_SUFFIXES):
             _say_ignored(where)
     else:
@@ -116,28 +116,21 @@ def _refuse_untold_codes(found: FoundTensors) -> None:
             )
 
 
-class Scheme(Protocol):
-    """One kind of quantised checkpoint."""
-
-    def find(self, found: FoundTensors) -> None:
-        """Adds every quantised tensor to `found`. Raises ConfigError as `logical_tensors`."""
-
-
 _SCHEMES: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "fp8": fp8_scheme,
     "fbgemm_fp8": fbgemm_scheme,
     "modelopt": modelopt_scheme,
     "modelopt_fp4": modelopt_scheme,
     "quark": quark_scheme,
-    "mxfp4": Mxfp4Scheme,
+    "mxfp4": lambda *_: find_mxfp4,
     "compressed-tensors": CompressedScheme,
     "gptq": GroupedScheme,
     "awq": GroupedScheme,
     "auto-round": GroupedScheme,
-    "bitsandbytes": BitsandbytesScheme,
-    "gguf": GgufScheme,
+    "bitsandbytes": bitsandbytes_scheme,
+    "gguf": lambda *_: find_gguf,
     "mlx": MlxScheme,
-    "hqq": HqqScheme,
+    "hqq": lambda *_: find_hqq,
 }
 
 

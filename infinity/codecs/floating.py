@@ -54,8 +54,8 @@ class FloatScheme:
         """blocks: those that FP8 codes may have; groups: of INT4 in a layout of quark."""
         self._blocks, self._groups = tuple(blocks), groups or {}
 
-    def find(self, found: FoundTensors) -> None:
-        """See `Scheme.find`."""
+    def __call__(self, found: FoundTensors) -> None:
+        """Finds the weights; see `Scheme`."""
         for layout, group in self._groups.items():
             for name in found.unused(".weight"):
                 dtype, scales = found.headers[name][0], found.headers.get(f"{name}_scale", ("",))
@@ -141,24 +141,17 @@ def _without_ones(shape: Shape) -> Shape:
     return tuple(length for length in shape if length != 1)
 
 
-class Mxfp4Scheme:
-    """gpt-oss: `..._blocks` and `..._scales` U8 of the transposed weight."""
-
-    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
-        del quantization, where
-
-    def find(self, found: FoundTensors) -> None:
-        """See `Scheme.find`."""
-        for blocks in found.unused("_blocks"):
-            name, shape = blocks.removesuffix("_blocks"), found.headers[blocks][1]
-            if len(shape) < 3 or shape[-1] != MX_BLOCK // 2:
-                raise found.error(
-                    f"{blocks!r} has shape {shape}; MXFP4 needs "
-                    f"(..., rows, blocks, {MX_BLOCK // 2})"
-                )
-            logical = (*shape[:-3], MX_BLOCK * shape[-2], shape[-3])
-            found.add(name, mxfp4(True), logical, (blocks, f"{name}_scales"))
-        found.refuse_leftovers(("_scales",), "MXFP4")
+def find_mxfp4(found: FoundTensors) -> None:
+    """Finds the weights of gpt-oss: `..._blocks` and `..._scales` U8 of the transposed weight."""
+    for blocks in found.unused("_blocks"):
+        name, shape = blocks.removesuffix("_blocks"), found.headers[blocks][1]
+        if len(shape) < 3 or shape[-1] != MX_BLOCK // 2:
+            raise found.error(
+                f"{blocks!r} has shape {shape}; MXFP4 needs (..., rows, blocks, {MX_BLOCK // 2})"
+            )
+        logical = (*shape[:-3], MX_BLOCK * shape[-2], shape[-3])
+        found.add(name, mxfp4(True), logical, (blocks, f"{name}_scales"))
+    found.refuse_leftovers(("_scales",), "MXFP4")
 
 
 # -- What the configurations of writers say --------------------------------------------------------

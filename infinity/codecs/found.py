@@ -168,3 +168,7 @@ class FoundTensors:
     def error(self, text: str) -> ConfigError:
         """Returns an error that begins with `where`."""
         return ConfigError(f"{self.where}: {text}")
+
+
+# Adds every quantised tensor of one kind of checkpoint. Raises ConfigError as `logical_tensors`.
+Scheme = Callable[[FoundTensors], None]

@@ -57,8 +57,8 @@ class GroupedScheme:
         bits, group = self._sizes[0]
         return f"{self._layout.lower()}-int{bits}-g{group}"
 
-    def find(self, found: FoundTensors) -> None:
-        """See `Scheme.find`."""
+    def __call__(self, found: FoundTensors) -> None:
+        """Finds the weights; see `Scheme`."""
         for codes in found.unused(".qweight"):
             self._add(found, codes.removesuffix(".qweight"))
         found.refuse_leftovers(_LEFTOVERS, self._layout)
@@ -133,8 +133,8 @@ class MlxScheme:
         bits, group = self._sizes[""]
         return f"mlx-int{bits}-g{group}"
 
-    def find(self, found: FoundTensors) -> None:
-        """See `Scheme.find`."""
+    def __call__(self, found: FoundTensors) -> None:
+        """Finds the weights; see `Scheme`."""
         for scales in found.unused(".scales"):
             module = scales.removesuffix(".scales")
             names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
@@ -156,38 +156,33 @@ _FACTS_OF_HQQ = (
 )  # fmt: skip
 
 
-class HqqScheme:
-    """`W_q`, `scale` and `zero`; small tensors beside them say how they are stored."""
+def find_hqq(found: FoundTensors) -> None:
+    """Finds `W_q`, `scale` and `zero`; small tensors beside them say how they are stored."""
+    for codes in found.unused(".W_q"):
+        _add_hqq(found, codes.removesuffix(".W_q"))
+    found.refuse_leftovers((".W_q", ".scale_q", ".zero_q"), "HQQ")
 
-    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
-        del quantization, where  # It says what the tensors say.
 
-    def find(self, found: FoundTensors) -> None:
-        """See `Scheme.find`."""
-        for codes in found.unused(".W_q"):
-            self._add(found, codes.removesuffix(".W_q"))
-        found.refuse_leftovers((".W_q", ".scale_q", ".zero_q"), "HQQ")
-
-    def _add(self, found: FoundTensors, module: str) -> None:
-        names = [f"{module}.{part}" for part in ("W_q", "scale", "zero")]
-        dtype = _dtype_of_scales(found, names[1])
-        facts = {fact: _numbers_in(found, f"{module}.{fact}") for fact in _FACTS_OF_HQQ[:4]}
-        shape, (bits,), (axis,) = facts["shape"], facts["nbits"] or (0,), facts["axis"] or (-1,)
-        if bits not in (1, 2, 4, 8) or axis not in (0, 1) or len(shape) != 2:
-            raise found.error(
-                f"{names[0]!r} is quantized by HQQ with nbits={bits}, axis={axis}, shape={shape}; "
-                "a codec exists for matrices in 1, 2, 4 or 8 bits. Quantise the model again so"
-            )
-        (group,) = facts["group_size"] or (shape[axis],)
-        codec = AffineGroups(max(1, group), dtype, bits, "HQQ" if axis else "HQQ_DOWN", True)
-        name, logical = f"{module}.weight", (shape[0], shape[1])
-        parts = list(found.parts(name, codec, logical))
-        stored = found.headers[names[0]]
-        as_stored = StoredPart("", *stored)
-        if as_stored.nbytes == parts[0].nbytes:
-            parts[0] = as_stored  # view_as_float: the same bytes under another dtype.
-        aside = [f"{module}.{fact}" for fact in _FACTS_OF_HQQ]
-        found.add(name, codec, logical, names, parts=parts, aside=aside)
+def _add_hqq(found: FoundTensors, module: str) -> None:
+    names = [f"{module}.{part}" for part in ("W_q", "scale", "zero")]
+    dtype = _dtype_of_scales(found, names[1])
+    facts = {fact: _numbers_in(found, f"{module}.{fact}") for fact in _FACTS_OF_HQQ[:4]}
+    shape, (bits,), (axis,) = facts["shape"], facts["nbits"] or (0,), facts["axis"] or (-1,)
+    if bits not in (1, 2, 4, 8) or axis not in (0, 1) or len(shape) != 2:
+        raise found.error(
+            f"{names[0]!r} is quantized by HQQ with nbits={bits}, axis={axis}, shape={shape}; "
+            "a codec exists for matrices in 1, 2, 4 or 8 bits. Quantise the model again so"
+        )
+    (group,) = facts["group_size"] or (shape[axis],)
+    codec = AffineGroups(max(1, group), dtype, bits, "HQQ" if axis else "HQQ_DOWN", True)
+    name, logical = f"{module}.weight", (shape[0], shape[1])
+    parts = list(found.parts(name, codec, logical))
+    stored = found.headers[names[0]]
+    as_stored = StoredPart("", *stored)
+    if as_stored.nbytes == parts[0].nbytes:
+        parts[0] = as_stored  # view_as_float: the same bytes under another dtype.
+    aside = [f"{module}.{fact}" for fact in _FACTS_OF_HQQ]
+    found.add(name, codec, logical, names, parts=parts, aside=aside)
 
 
 def _numbers_in(found: FoundTensors, name: str) -> tuple[int, ...]:
@@ -211,22 +206,16 @@ def _dtype_of_scales(found: FoundTensors, scales: str) -> str:
     return dtype
 
 
-class GgufScheme:
-    """What `infinity convert` writes of a GGUF file: a tensor of records has its type as the last
-    part of its name."""
-
-    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
-        del quantization, where
-
-    def find(self, found: FoundTensors) -> None:
-        """See `Scheme.find`."""
-        for kind, layout in RECORDS.items():
-            assert layout.record is not None
-            for name in found.unused(f".{kind}"):
-                *leading, width = found.matrix(name)
-                shape = (*leading, width // layout.record.nbytes * layout.record.numel)
-                found.add(name.removesuffix(f".{kind}"), ggml(kind), shape, [name])
-        found.refuse_leftovers((), "GGUF")
+def find_gguf(found: FoundTensors) -> None:
+    """Finds what `infinity convert` writes of a GGUF file: a tensor of records has its type as the
+    last part of its name."""
+    for kind, layout in RECORDS.items():
+        assert layout.record is not None
+        for name in found.unused(f".{kind}"):
+            *leading, width = found.matrix(name)
+            shape = (*leading, width // layout.record.nbytes * layout.record.numel)
+            found.add(name.removesuffix(f".{kind}"), ggml(kind), shape, [name])
+    found.refuse_leftovers((), "GGUF")
 
 
 def check_order(found: FoundTensors, name: str, columns: int, groups: int, group: int) -> bool:
