@@ -226,7 +226,7 @@ def _assemble(
         chunk_nbytes=budgets.chunk_nbytes, num_staging_slots=budgets.num_staging_slots,
         reads_ahead=plan.config.schedule.prefetch and not budgets.is_tight,
         on_device=device if update_device.is_on_device else None,
-        in_backward=plan.updates_in_backward, is_beside=not device.shares_host_memory,
+        in_backward=plan.spares.in_backward, is_beside=not device.shares_host_memory,
         rides_along=plan.config.schedule.updates != "at_step" and sharding is None,
     )  # fmt: skip
     gradients, updater, masters, ranks = _step_parts(

@@ -23,12 +23,7 @@ from infinity.modules.reading.dtypes import Dtypes
 from infinity.modules.reading.load_plan import StoredParams
 from infinity.modules.tiling.split import Tiling
 from infinity.state.budgets import Budgets, MachineSizes
-from infinity.state.spare_generations import (
-    are_inside_step,
-    count_spares,
-    free_nvme_nbytes,
-    updates_in_backward,
-)
+from infinity.state.spare_generations import NO_SPARES, Spares, free_nvme_nbytes, plan_spares
 from infinity.state.stored import StoredTensor
 from infinity.state.tiles import fit, is_enough
 from infinity.state.units import Moments, TensorFacts, Unit, layout_units, moments_of
@@ -41,8 +36,6 @@ class RunPlan:
     """Everything about a run that is decided before a tier is opened.
 
     `layout` refers to the parameters of the model. With ranks, `units` are the full ones.
-    `num_spares`: generations of the volume beside the current one,
-    `num_private` of them for early updates.
     """
 
     config: SwapConfig
@@ -51,9 +44,7 @@ class RunPlan:
     units: Sequence[Unit]
     sharding: ShardingPlan | None
     budgets: Budgets
-    num_spares: int = 0
-    num_private: int = 0
-    updates_in_backward: bool = False
+    spares: Spares = NO_SPARES
 
     @property
     def own_units(self) -> Sequence[Unit]:
@@ -120,7 +111,11 @@ def lay_out(
         if config.schedule.tile is not None and reasons:
             error.args = (f"{error}; tiles do not help: {reasons}",)
         raise
-    return _with_spares(found)
+    spares = plan_spares(
+        config, found.own_units, found.budgets, num_ranks=1 if ranks is None else ranks.count,
+        free_nbytes=free_nvme_nbytes(config.tiers.nvme),
+    )  # fmt: skip
+    return replace(found, spares=spares)
 
 
 def _units(
@@ -133,23 +128,6 @@ def _units(
     stored = {m.name: in_files[id(m.parameter)] for m in members if id(m.parameter) in in_files}
     return layout_units(
         [(name, list(map(facts, of_unit))) for name, of_unit in layout.units], moments, stored
-    )
-
-
-def _with_spares(plan: RunPlan) -> RunPlan:
-    """Decides how many generations of state there are, and whether updates run in the backward."""
-    config, num_ranks = plan.config, 1 if plan.sharding is None else plan.sharding.partition.count
-    num_spares = count_spares(config, num_ranks=num_ranks)
-    in_backward = updates_in_backward(
-        config.schedule, plan.own_units, plan.budgets, num_spares=num_spares,
-        are_inside_step=are_inside_step(config.schedule, config.distributed, num_ranks),
-        free_nbytes=free_nvme_nbytes(config.tiers.nvme),
-    )  # fmt: skip
-    return replace(
-        plan,
-        num_spares=num_spares + in_backward.num_spares,
-        num_private=in_backward.num_spares,
-        updates_in_backward=in_backward.is_on,
     )
 
 

@@ -126,8 +126,8 @@ def _open_volume(plan: RunPlan, storage: StorageEngine, adopted: Adopted | None)
         stripe_nbytes=plan.config.io.stripe,
         verify=plan.config.io.verify,
         num_threads=threads_here(torch.get_num_threads()),
-        num_spares=max(plan.num_spares, 0 if adopted is None else adopted.num_spares),
-        num_private=plan.num_private,
+        num_spares=max(plan.spares.count, 0 if adopted is None else adopted.num_spares),
+        num_private=plan.spares.num_private,
         adopted=adopted,
     )
 

@@ -41,12 +41,7 @@ from infinity.simulate.spec import Rates, StepSpec
 from infinity.simulate.step import EARLY_SHARES, Prediction, best_share
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.state.budgets import Budgets
-from infinity.state.spare_generations import (
-    are_inside_step,
-    count_spares,
-    spares_nbytes,
-    updates_in_backward,
-)
+from infinity.state.spare_generations import plan_spares, spares_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +129,11 @@ def forecast(
     found = fitted(node, model, window_nbytes)
     model, sharding, budgets = found.model, found.sharding, found.budgets
     units, placement = found.units, budgets.placement
-    num_spares = count_spares(config, is_linked=True, num_ranks=node.num_ranks)
-    in_backward = updates_in_backward(
-        config.schedule, units, budgets, num_spares=num_spares,
-        are_inside_step=are_inside_step(config.schedule, config.distributed, node.num_ranks),
+    spares = plan_spares(
+        config, units, budgets, num_ranks=node.num_ranks, is_linked=True,
         free_nbytes=0.0 if machine.nvme is None else machine.nvme.capacity,
     )  # fmt: skip
-    num_spares += in_backward.num_spares
-    spare_nbytes = spares_nbytes(units, placement, num_spares, in_backward.num_spares)
+    spare_nbytes = spares_nbytes(units, placement, spares)
     refuse_full_tiers(model, units, machine, budgets, spare_nbytes, num_ranks, shard_drives)
     waiting = waiting_nbytes(config, model, machine, batch)
     job = _job(config, model, batch, sharding, budgets, waiting, num_nodes=num_nodes)
@@ -150,7 +142,7 @@ def forecast(
     rates = machine.rates(shard_drives)
     place = _update_place(config, machine, job, rates)
     job = replace(job, updates_on_device=place.is_on_device)
-    job, step = best_share(job, rates, EARLY_SHARES if in_backward.is_on else [job.early_share])
+    job, step = best_share(job, rates, EARLY_SHARES if spares.in_backward else [job.early_share])
     return Forecast(
         model=model,
         hardware=hardware,
@@ -158,7 +150,7 @@ def forecast(
         placed_nbytes=by_kind(units, placement, model, sharding),
         host_nbytes=budgets.host_nbytes,
         working_nbytes=budgets.working_nbytes,
-        num_spares=num_spares,
+        num_spares=spares.count,
         spare_nbytes=spare_nbytes,
         is_tight=budgets.is_tight,
         update_place=place,

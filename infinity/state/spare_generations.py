@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import SwapConfig
-from infinity.config.schema.engine import Distributed, Schedule
 from infinity.config.schema.tiers import NvmeTier
 from infinity.config.schema.train import Checkpoint
 from infinity.errors import ConfigError
@@ -60,62 +59,57 @@ def is_elsewhere(tiers: Iterable[NvmeTier], directory: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardUpdates:
-    """Whether units are updated in the backward, too, and the spare generations that this takes."""
+class Spares:
+    """Generations of state on NVMe beside the current one: `num_private` (0 or 1) of `count` are
+    for early updates. `in_backward`: units are updated in the backward, too."""
 
-    is_on: bool
-    num_spares: int  # 0 or 1.
+    count: int = 0
+    num_private: int = 0
+    in_backward: bool = False
 
 
-_NOT_IN_BACKWARD = BackwardUpdates(is_on=False, num_spares=0)
+NO_SPARES = Spares()
 
 
-def updates_in_backward(
-    schedule: Schedule,
+def plan_spares(
+    config: SwapConfig,
     units: Sequence[Unit],
     budgets: Budgets,
     *,
-    num_spares: int,
-    are_inside_step: bool,
+    num_ranks: int,
     free_nbytes: float,
-) -> BackwardUpdates:
-    """Returns whether units are updated in the backward, too.
+    is_linked: bool | None = None,
+) -> Spares:
+    """Returns the generations of a run. `is_linked`: see `count_spares`, and for errors, too.
 
-    State on NVMe takes one more spare generation for this; new state on the host goes to memory
-    that is free, beside a device alone.
-
-    `num_spares`: of commits and checkpoints. `are_inside_step`: the updates; see
-    `are_inside_step`. `free_nbytes`: space on NVMe before anything is
+    With early updates state on NVMe takes one more spare generation; new state on the host goes to
+    memory that is free, beside a device alone. `free_nbytes`: space on NVMe before anything is
     reserved; for "auto" as much as the weights take stays free: an export, or activations, fit.
     """
-    placement = budgets.placement
-    if schedule.updates not in ("auto", "both_passes") or are_inside_step:
-        return _NOT_IN_BACKWARD
+    count = count_spares(config, num_ranks=num_ranks, is_linked=is_linked)
+    schedule, placement = config.schedule, budgets.placement
+    is_inside_step = num_ranks > 1 and (
+        schedule.update_on == "device" or config.distributed.zero_stage < 3
+    )
+    if schedule.updates not in ("auto", "both_passes") or is_inside_step:
+        return Spares(count)
     if budgets.is_tight or not schedule.prefetch:
-        return _NOT_IN_BACKWARD
+        return Spares(count)
     tiers = [tiers for unit in units if (tiers := tiers_of_old_state(unit, placement))]
-    has_generations = any("nvme" in of_unit for of_unit in tiers)
-    if not has_generations:
-        is_on = bool(tiers) and not budgets.shares_host_memory
-        return BackwardUpdates(is_on=is_on, num_spares=0)
-    if schedule.updates == "both_passes":
-        return BackwardUpdates(is_on=True, num_spares=1)
+    if not any("nvme" in of_unit for of_unit in tiers):
+        return Spares(count, in_backward=bool(tiers) and not budgets.shares_host_memory)
     resting_nbytes = sum(
         units[index].nbytes(kind)
         for (index, kind), tier in placement.tiers.items()
         if tier == "nvme"
     )
-    generations_nbytes = spares_nbytes(units, placement, num_spares + 1, 1)
+    generations_nbytes = spares_nbytes(units, placement, Spares(count + 1, 1))
     kind = StateKind.PARAMETERS  # Ranks keep their shards alone.
     left_nbytes = sum(unit.nbytes(kind) for unit in units if (unit.index, kind) in placement.tiers)
-    if free_nbytes < resting_nbytes + generations_nbytes + left_nbytes:
-        return _NOT_IN_BACKWARD
-    return BackwardUpdates(is_on=True, num_spares=1)
-
-
-def are_inside_step(schedule: Schedule, distributed: Distributed, num_ranks: int) -> bool:
-    """Whether ranks make their updates inside the step."""
-    return num_ranks > 1 and (schedule.update_on == "device" or distributed.zero_stage < 3)
+    has_space = free_nbytes >= resting_nbytes + generations_nbytes + left_nbytes
+    if schedule.updates == "both_passes" or has_space:
+        return Spares(count + 1, 1, in_backward=True)
+    return Spares(count)
 
 
 def tiers_of_old_state(unit: Unit, placement: StatePlacement) -> set[str]:
@@ -126,14 +120,11 @@ def tiers_of_old_state(unit: Unit, placement: StatePlacement) -> set[str]:
     return tiers if tiers <= {"host", "nvme"} else set()
 
 
-def spares_nbytes(
-    units: Sequence[Unit], placement: StatePlacement, num_spares: int, num_private: int
-) -> int:
-    """Returns the bytes that all spare generations take; `num_private` of them are of early
-    updates."""
+def spares_nbytes(units: Sequence[Unit], placement: StatePlacement, spares: Spares) -> int:
+    """Returns the bytes that all spare generations take."""
     placed = placement.tiers.items()
     heads = [spared(units[index], kind) for (index, kind), tier in placed if tier == "nvme"]
-    return volume_layout.spares_nbytes(heads, num_spares, num_private)
+    return volume_layout.spares_nbytes(heads, spares.count, spares.num_private)
 
 
 def free_nvme_nbytes(tiers: Iterable[NvmeTier]) -> float:
