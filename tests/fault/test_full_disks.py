@@ -205,14 +205,3 @@ def test_a_run_whose_output_is_full_trains_on_says_so_and_goes_on_from_its_check
         name = "adapter_model.safetensors"
         resumed, expected = (load_file(path / name) for path in (disk / "out", tmp_path / "whole"))
         assert_same(resumed, expected, is_ordered=False)
-
-
-def test_lines_of_metrics_wait_while_the_disk_is_full(
-    tmp_path: Path, table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with small_tmpfs(tmp_path / "disk", 1 << 20) as disk:
-        at_steps(monkeypatch, {2: lambda: fill(disk), 15: lambda: (disk / ".filling").unlink()})
-        printed = run(table)
-        assert "is written again; nothing of it is lost" in printed and "lost:" not in printed
-        assert steps_in(disk / "out" / "metrics.jsonl") == list(range(1, 17))
-        assert (disk / "out" / "adapter_model.safetensors").exists()

@@ -30,7 +30,6 @@ from tests.support.exhaustive import sampled
 from tests.support.two_sides import (
     Run,
     compare,
-    layer_major_steps,
     loss_of,
     make,
     offloaded,
@@ -189,13 +188,6 @@ def test_the_lock_is_free_while_the_end_of_a_backward_waits_for_the_device(
     monkeypatch.setattr(LeavingGradients, "_wait", watched)
     compare(lambda run: steps(run, 3), run)
     assert were_free and all(were_free)
-
-
-def test_layer_major_backwards_feed_the_worker(swap_directory: Path) -> None:
-    counters = compare(
-        lambda run: layer_major_steps(run, let_worker_finish), beside(swap_directory)
-    )
-    assert counters["early_updates_kept"] > 0
 
 
 def test_what_the_worker_raises_reaches_the_thread_that_trains(

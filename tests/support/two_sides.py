@@ -236,9 +236,7 @@ def steps(run: Run, count: int, clip: Clip = lambda _: None, start: int = 0) -> 
     return losses
 
 
-def layer_major_steps(
-    run: Run, after_backward: Callable[[Run], None] = lambda run: None
-) -> list[torch.Tensor]:
+def layer_major_steps(run: Run) -> list[torch.Tensor]:
     """Five steps of two micro-batches, layer by layer on the offloaded side."""
     for step in range(5):
         numbers = [2 * step, 2 * step + 1]
@@ -249,6 +247,5 @@ def layer_major_steps(
             infinity.forward_backward(
                 run.model, lambda number: loss_of(run.model, number) / 2, numbers
             )
-        after_backward(run)
         run.step()
     return []

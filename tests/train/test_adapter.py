@@ -21,14 +21,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-import infinity
 from infinity.checkpoint.huggingface.import_weights import weight_source
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import published_config
 from infinity.tools.convert.spread import plan_gather, plan_spread, run_gather, run_spread
 from infinity.tools.training import program
-from infinity.tools.training.adapter import auto_targets, expert_targets, save_adapter
+from infinity.tools.training.adapter import auto_targets, expert_targets
 from infinity.tools.training.base_identity import identify, read_identity
 from infinity.tools.training.merge import plan_merge
 from tests.support.bits import assert_same
@@ -375,37 +374,6 @@ def test_auto_targets_are_longer_where_an_excluded_layer_ends_alike() -> None:
         "experts": torch.nn.ModuleList([torch.nn.ModuleDict({"down": torch.nn.Linear(2, 2)})]),
     })  # fmt: skip
     assert auto_targets(model) == ["mlp.down"]
-
-
-def test_saving_an_adapter_reads_no_byte_of_the_base(tmp_path) -> None:
-    save_base(tmp_path / "base")
-    with infinity.init_empty_weights():
-        config = copy.deepcopy(CONFIGS["llama"])
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    tiers = {
-        "host": {"capacity": "4MiB", "huge_pages": False},
-        "nvme": [{"path": str(tmp_path / "swap")}],
-    }
-    infinity.offload(model, {"tiers": tiers}, weights=tmp_path / "base")
-    engine = infinity.engine_of(model)
-    try:
-        units = {param.unit.index for param in engine.params if not param.handle.requires_grad}
-        read: list[int] = []
-        enter = engine._uses.using
-
-        def using(indices: Any) -> Any:
-            read.extend(indices)
-            return enter(indices)
-
-        engine._uses.using = using
-        save_adapter(model, tmp_path / "saved")
-        assert read and not units.intersection(read)
-    finally:
-        engine.close()
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
-        "README.md", "adapter_config.json", "adapter_model.safetensors",
-    ]  # fmt: skip
 
 
 def test_a_directory_of_kimi_trains_without_its_own_code(tmp_path: Path, table) -> None:
