@@ -85,7 +85,8 @@ class SwapConfig(Section):
     def _several_adapters(cls, value: Any) -> Any:
         """Reads `[[adapter]]` as `adapters`."""
         if isinstance(value, dict) and isinstance(value.get("adapter"), (list, tuple)):
-            return value | {"adapter": None, "adapters": value["adapter"]}
+            several = value["adapter"]
+            return {k: v for k, v in value.items() if k != "adapter"} | {"adapters": several}
         return value
 
     @model_validator(mode="after")

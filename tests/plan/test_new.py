@@ -292,6 +292,10 @@ def test_a_mistyped_directory_is_no_name_of_the_hub(tmp_path: Path) -> None:
         (("-o", "/nowhere/run.toml"), "make it first"),
         (("--data", "/nowhere.jsonl"), "no such file"),
         (("--sequence", "50000"), "40960 positions"),
+        (("--sweep", "depth=3"), "once for each of lr, rank, alpha, dropout, seed"),
+        (("--sweep", "rank=8", "--sweep", "rank=9"), "once for each of"),
+        (("--sweep", "rank=8,many"), "expected numbers"),
+        (("--sweep", "rank=8", "--full"), "without experts, on one rank"),
     ],
 )
 def test_a_wrong_wish_is_refused_before_anything_is_measured(
@@ -313,6 +317,26 @@ def test_json_and_standard_output_have_the_same_configuration(
     assert SwapConfig.load(file) == SwapConfig.load(found["config"])
     quiet = run(directory, "--hardware", machine, "-o", tmp_path / "quiet.toml", "--quiet")
     assert quiet.exit_code == 0 and quiet.output == ""
+
+
+def test_a_sweep_is_an_adapter_for_each_combination(tmp_path: Path, machine: Path) -> None:
+    """Planned with the parameters and batches of all; each entry is read as it is written."""
+    directory, options = config_only(tmp_path / "qwen3", QWEN3), ("--hardware", machine, "-o")
+    plain, file = run(directory, *options, "-", "--json"), tmp_path / "swept.toml"
+    sweep = ("--sweep", "lr=1e-4,3e-4", "--sweep", "rank=8,32")
+    assert run(directory, *options, file, *sweep).exit_code == 0
+    assert file.read_text().count("[[adapter]]") == 4
+    found = SwapConfig.load(file).of_adapters()
+    assert [(c.adapter and c.adapter.name, c.optimizer.lr) for c in found] == [
+        ("lr1e-4-rank8", 1e-4), ("lr1e-4-rank32", 1e-4), ("lr3e-4-rank8", 3e-4),
+        ("lr3e-4-rank32", 3e-4),
+    ]  # fmt: skip
+    assert [c.adapter and (c.adapter.rank, c.adapter.alpha) for c in found[:2]] == [
+        (8, 16.0), (32, 64.0),
+    ]  # fmt: skip
+    swept = run(directory, *options, "-", *sweep, "--json")
+    seconds = [json.loads(said.stdout)["answer"]["step_s"] for said in (plain, swept)]
+    assert seconds[1] > 2 * seconds[0]
 
 
 def moe(directory: Path, *, is_quantised: bool) -> Path:

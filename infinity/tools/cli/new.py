@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
 
 _RANK = 16
 _WIDTH = 97
+_SWEPT: dict[str, Callable[[str], Any]] = {
+    "lr": float, "rank": int, "alpha": float, "dropout": float, "seed": int,
+}  # fmt: skip
+_KEYS = {"lr": "learning_rate"}  # Of [[adapter]], where `--sweep` has another word.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,14 @@ class NewOptions:
         int | None, opt("RANK", "Rank of the adapter; 16 by default.", "--lora", min=1)
     ] = None
     full: Annotated[bool, flag("--full", "Train all weights, without an adapter.")] = False
+    sweep: Annotated[
+        list[str] | None,
+        opt(
+            "KEY=A,B",
+            "An adapter for each of these values of lr, rank, alpha, dropout or seed; repeated, "
+            "for each combination. All train in one run.",
+        ),
+    ] = None
     experts: Annotated[bool, flag("--experts", "Adapt the routed experts, too.")] = False
     swap: Annotated[
         list[Path] | None,
@@ -144,6 +159,12 @@ def write_new(asked: NewOptions) -> None:
 def _refuse(asked: NewOptions) -> None:
     if asked.full and (asked.rank is not None or asked.experts):
         raise ConfigError("expected --full, or --lora and --experts; got both. Leave one out")
+    if asked.sweep and (asked.full or asked.experts or asked.ranks > 1):
+        raise ConfigError(
+            "--sweep is for adapters without experts, on one rank; leave it out, or "
+            "--full, --experts and --ranks"
+        )
+    _swept(asked)
     if asked.batch is not None and asked.batch % asked.ranks:
         raise ConfigError(
             f"--batch {asked.batch}: expected a multiple of --ranks {asked.ranks}, because "
@@ -159,6 +180,30 @@ def _refuse(asked: NewOptions) -> None:
         raise ConfigError(f"{file} already exists; give another name with -o, or remove it")
     if not file.resolve().parent.is_dir():
         raise ConfigError(f"--write {file}: {file.parent} is no directory; make it first")
+
+
+def _swept(asked: NewOptions) -> tuple[dict[str, Any], ...]:
+    """Returns a table for each adapter of `--sweep`. Raises ConfigError for what cannot be read."""
+    axes: dict[str, list[str]] = {}
+    for text in asked.sweep or ():
+        key, equals, values = text.partition("=")
+        kind = _SWEPT.get(key)
+        if kind is None or not equals or key in axes:
+            raise ConfigError(
+                f"--sweep {text!r}: expected KEY=A,B, once for each of {', '.join(_SWEPT)}"
+            )
+        try:
+            axes[key] = values.split(",")
+            [kind(value) for value in axes[key]]
+        except ValueError as error:
+            raise ConfigError(f"--sweep {text!r}: expected numbers; {error}") from None
+    found = []
+    for chosen in product(*axes.values()) if axes else ():
+        pairs = list(zip(axes, chosen, strict=True))
+        name = "-".join(f"{key}{value}" for key, value in pairs)
+        values_of = {_KEYS.get(key, key): _SWEPT[key](value) for key, value in pairs}
+        found.append({"name": re.sub(r"[^A-Za-z0-9_-]", "_", name)} | values_of)
+    return tuple(found)
 
 
 def _refuse_absent(asked: NewOptions) -> None:
@@ -210,6 +255,7 @@ def _wish(asked: NewOptions, directory: ModelDirectory) -> Wish:
         passes=asked.epochs,
         num_ranks=asked.ranks,
         is_here=asked.hardware is None,
+        sweep=_swept(asked),
     )
 
 
@@ -237,7 +283,8 @@ def _decide(
     from infinity.tools.plan.measure import measure_all
     from infinity.tools.training.model import refuse_untrainable
 
-    refuse_untrainable(directory.path, draft(wish, None, spills=False).config)
+    first = draft(wish, None, spills=False).config.as_one_adapter()
+    refuse_untrainable(directory.path, first)
     if asked.hardware is not None:
         machine = load_hardware(asked.hardware)
         return decide(wish, directory, lambda *_: machine)
@@ -253,6 +300,7 @@ def _text(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> st
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     name = asked.file.name if asked.file is not None else "FILE"
     how = "all weights" if wish.rank is None else f"LoRA of rank {wish.rank}"
+    how = f"{len(wish.sweep)} LoRA adapters over one base" if wish.sweep else how
     said = [
         f"{model_name(wish.model)}: {how}. Written by `infinity new` on {today} for "
         f"{describe_machine(forecast.hardware)}.",

@@ -30,7 +30,7 @@ def decide(
 ) -> tuple[Hardware, Draft, Forecast]:
     """Returns the machine, the first draft that fits it, and its forecast; if none fits, the last
     draft with its obstacles. Raises CapacityError if the state fits in no way."""
-    first = settle(draft(wish, None, spills=bool(wish.swap)).config)
+    first = settle(draft(wish, None, spills=bool(wish.swap)).config.as_one_adapter())
     model = model_for(first, directory.shape, directory.stored)
     machine = machine_of(first, model, directory)
     drives = directory.num_drives if directory.files and not wish.is_here else None
@@ -43,7 +43,7 @@ def fit(
     """Returns the first draft with which the model fits the machine, as `fitted_draft` does."""
 
     def forecaster(config: SwapConfig) -> Forecast:
-        settled = settle(config)
+        settled = settle(config.as_one_adapter())
         return forecast(
             settled, model, machine, batch_of(settled), num_ranks=wish.num_ranks,
             shard_drives=shard_drives,

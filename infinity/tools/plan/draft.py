@@ -42,9 +42,9 @@ _SPARE_NBYTES = 256 * MIB
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """The wanted training, and where files go. `rank` is that of an adapter, None for all
-    weights. `length` and `sequences` (of a step, a multiple of `num_ranks`) are None where the data
-    decide. `is_here`: whether the machine is this one, so that measured rates belong into the
-    file."""
+    weights; `sweep` has the tables of several. `length` and `sequences` (of a step, a multiple of
+    `num_ranks`) are None where the data decide. `is_here`: whether the machine is this one, so that
+    measured rates belong into the file."""
 
     model: Path
     max_positions: int | None
@@ -59,6 +59,7 @@ class Wish:
     passes: int = 1
     num_ranks: int = 1
     is_here: bool = True
+    sweep: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,12 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
         notes["adapter.rank"] = "of an adapter on attention and dense layers; the base is frozen"
         if wish.experts:
             table["adapter"]["experts"] = True
+    if wish.sweep:
+        rank = table["adapter"]["rank"]
+        table["adapter"] = [
+            {"rank": rank, "alpha": 2.0 * chosen.get("rank", rank)} | chosen
+            for chosen in wish.sweep
+        ]
     if table["data"]["held_out"]:
         table["train"] |= {"eval_every": max(1, batch.steps // _EVALUATIONS), "eval_batches": 2}
     return Draft(
