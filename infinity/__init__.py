@@ -50,8 +50,8 @@ if TYPE_CHECKING:
         SwapLockedError,
         UnsupportedError,
     )
+    from infinity.tools.logprobs import score
     from infinity.tools.pretrained import from_pretrained
-    from infinity.tools.scoring.logprobs import score
 
 __version__ = "0.1.0"
 
@@ -91,7 +91,7 @@ __all__ = [
 
 _TOOLS = {
     "from_pretrained": "infinity.tools.pretrained",
-    "score": "infinity.tools.scoring.logprobs",
+    "score": "infinity.tools.logprobs",
 }
 
 if _strange := namesake.strange_entries(__path__):

@@ -116,7 +116,7 @@ class SwapConfig(Section):
             faults.append(fault(text, "adapters"))
         train, checkpoint = self.train, self.checkpoint
         for is_wrong, text, section, key in (
-            (train and train.method == "dpo", 'expected "sft"', "train", "method"),
+            (train and train.method != "sft", 'expected "sft"', "train", "method"),
             (train and set(train.report_to) - {"tensorboard"}, 'expected "tensorboard" or none',
              "train", "report_to"),
             (checkpoint and checkpoint.durability == "step", 'expected "checkpoint" or "none"',

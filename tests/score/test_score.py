@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.tools.scoring import logprobs, program
+from infinity.tools import logprobs
+from infinity.tools.scoring import program
 from infinity.tools.scoring.program import Request
 from tests.parity.zoo import ZOO
 from tests.support.offloading import offloaded, swap_config
@@ -61,7 +62,7 @@ def test_the_head_runs_in_slices_with_the_caps_of_the_model(
     )  # fmt: skip
     made = Gemma2ForCausalLM(config).eval()
     expected = [plain(made, ids) for ids in SEQUENCES]
-    monkeypatch.setattr(logprobs, "_MOST_LOGITS", 4 * 64)
+    monkeypatch.setattr(logprobs, "MOST_LOGITS", 4 * 64)
     calls = []
     head = made.lm_head.forward
     made.lm_head.forward = lambda rows: calls.append(rows.shape) or head(rows)

@@ -358,7 +358,7 @@ def test_every_name_of_the_package_is_bound_in_its_module() -> None:
             "infinity.config",
             "infinity.errors",
             "infinity.tools.pretrained",
-            "infinity.tools.scoring.logprobs",
+            "infinity.tools.logprobs",
         )
         for name in bound_names(ast.parse(module_file(home).read_text()).body)
     }

@@ -1,8 +1,9 @@
-"""examples/lora-moe.toml on a small model: the commands that its first lines name."""
+"""Files of examples on small models: the commands that their first lines name."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import tomllib
@@ -61,3 +62,18 @@ def test_the_model_of_the_example_is_larger_than_its_host_budget() -> None:
     weights = RECIPE["num_hidden_layers"] * RECIPE["num_experts"] * expert
     capacity = int(table["tiers"]["host"]["capacity"].removesuffix("MiB")) << 20
     assert weights * 4.5 / 8 > capacity
+
+
+def test_the_student_of_the_example_learns_what_its_teacher_said(tmp_path: Path) -> None:
+    for name in ("make_model.py", "distill.toml", "chat.jsonl"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    file = tmp_path / "distill.toml"
+    commands = [line[1:].strip() for line in file.read_text().splitlines() if line[:4] == "#   "]
+    made, scored, trained = map(shlex.split, commands)
+    run(f"import os; os.chdir({str(tmp_path)!r}); import sys; sys.path[0] = ''; {made[2]}")
+    for _, command, *arguments in (scored, trained):
+        paths = [tmp_path / word if "." in word or "/" in word else word for word in arguments]
+        run(COMMAND, command, *paths)
+    lines = (tmp_path / "run" / "distilled" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == 8 and losses[-1] < losses[0] / 2

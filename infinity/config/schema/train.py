@@ -27,7 +27,7 @@ from infinity.sizes import GIB
 Nonfinite = Literal["error", "skip"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Durability = Literal["none", "checkpoint", "step"]
-Method = Literal["sft", "dpo"]
+Method = Literal["sft", "dpo", "distill"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 _Tracker = Annotated[Tracker, choice(Tracker)]
 
@@ -45,12 +45,37 @@ class Sample(Section):
     """Choose among this many likeliest tokens."""
 
 
+class Distill(Section):
+    """The teacher of "distill", and the divergence of the student from it."""
+
+    teacher: Location
+    """The directory of a model with the student's tokenizer, which is frozen, or a file that
+    `infinity score --top-k` wrote of the same data."""
+    forward_kl: Annotated[float, number(minimum=0)] = 1.0
+    """Weight of KL(teacher || student): the student covers the teacher."""
+    reverse_kl: Annotated[float, number(minimum=0)] = 0.0
+    """Weight of KL(student || teacher): the student keeps to what is likely."""
+    temperature: Annotated[float, number(above=0)] = 1.0
+    """Divides the logits of both. Other than 1 with a directory only."""
+    top_k: Annotated[int, integer(1)] = 64
+    """Likeliest tokens of a teacher's directory at each place; all others are one more outcome. A
+    file has its own number."""
+
+    @field_validator("reverse_kl")
+    @classmethod
+    def _learns_something(cls, reverse_kl: float, info: ValidationInfo) -> float:
+        if reverse_kl == 0 and info.data.get("forward_kl") == 0:
+            raise refuse("more than 0, because forward_kl is 0", reverse_kl)
+        return reverse_kl
+
+
 class Train(Section):
     """The main job: `infinity train`. TRL's SFTTrainer or DPOTrainer makes the steps."""
 
     method: Annotated[Method, choice(Method)] = "sft"
     """ "sft" learns texts, answers and completions; "dpo" learns to prefer `chosen` to `rejected`,
-    against the model before training."""
+    against the model before training; "distill" learns the teacher of [train.distill] on what the
+    first learns."""
     steps: Annotated[int | None, or_off(integer(1))] = None
     """Optimizer steps. Exactly one of steps and epochs is required."""
     epochs: Annotated[float | None, or_off(number(above=0))] = None
@@ -86,6 +111,8 @@ class Train(Section):
     """The name of the run in trackers. Default: that of the output directory."""
     dpo_beta: Annotated[float, number(above=0)] = 0.1
     """Strength with which "dpo" holds to the model before training."""
+    distill: Distill | None = None
+    """The teacher of "distill"."""
     activation_checkpointing: Flag = False
     """Recompute activations in the backward."""
     nonfinite: Annotated[Nonfinite, choice(Nonfinite)] = "error"
@@ -106,6 +133,12 @@ class Train(Section):
         if (self.steps is None) == (self.epochs is None):
             came = "neither" if self.steps is None else "both"
             raise conflict(f"expected exactly one of steps and epochs; got {came}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_teacher(self) -> Train:
+        if (self.method == "distill") != (self.distill is not None):
+            raise conflict('expected [train.distill] with method = "distill", and with no other')
         return self
 
     @field_validator("warmup_steps")

@@ -25,15 +25,14 @@ from infinity.config.hub import in_hub_cache
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
-from infinity.tools.pretrained import choose_config, from_pretrained, with_saved_adapter
-from infinity.tools.scoring.logprobs import (
+from infinity.tools.logprobs import (
     TokenScores,
     check,
     score_sweeps,
 )
+from infinity.tools.pretrained import choose_config, from_pretrained, with_saved_adapter
 from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
 from infinity.tools.training.base_identity import identify, sha256_of
-from infinity.tools.training.tokenizers import open_tokenizer
 
 _ROWS_AT_ONCE = 256
 
@@ -183,8 +182,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     directory = in_hub_cache(request.model.expanduser())
     hf_config = config_of_directory(directory, trusts_code=request.trust_remote_code)
     vocab_size = int(hf_config.get_text_config().vocab_size)
-    tokenizer = open_tokenizer(directory)
-    sequences = read_sequences(request.data, tokenizer, vocab_size, request.max_length)
+    sequences = read_sequences(request.data, directory, vocab_size, request.max_length)
     check(hf_config, [sequence.ids for sequence in sequences], request.top_k)
     output = ScoreRows(request, _made_of(request, directory, sequences))
     total, count = output.open()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.config import DataSource
+from infinity.config import DataSource, SwapConfig
+from infinity.config.paths import with_located_model
+from infinity.config.source import read_file
 from infinity.errors import ConfigError
 from infinity.tools.training.chat import CHATML, encode_chats, num_shared
 from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
 from infinity.tools.training.records import has_messages, kind_of_columns, load_records
-from infinity.tools.training.tokenizers import Tokenizer
+from infinity.tools.training.settle import settle
+from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer, refuse_other
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +35,17 @@ class ScoredSequence:
 
 
 def read_sequences(
-    paths: Sequence[Path], tokenizer: Tokenizer, vocab_size: int, max_length: int | None
+    paths: Sequence[Path], directory: Path, vocab_size: int, max_length: int | None
 ) -> list[ScoredSequence]:
     """Reads texts, conversations, completions or token ids. Text files are cut into pieces of
-    `max_length` tokens; a record that is longer is refused.
+    `max_length` tokens; a record that is longer is refused. The file of a run of `infinity train`
+    stands for the sequences that it learns and evaluates on. `directory`: of the model.
 
     Raises ConfigError, which names the file and the record.
     """
+    if [path.suffix for path in paths] == [".toml"]:
+        return list(_of_run(paths[0], directory))
+    tokenizer = open_tokenizer(directory)
     texts, records = collect_files([DataSource.model_validate(str(path)) for path in paths])
     if texts:
         return list(_of_texts(texts, tokenizer, max_length))
@@ -49,6 +57,36 @@ def read_sequences(
                 f"{max_length}; leave it out, or cut it"
             )
     return found
+
+
+def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
+    """Yields the sequences as TRL prepares them for the run, which is not begun."""
+    from infinity.tools.training.job import read_model
+    from infinity.tools.training.job_data import open_data
+    from infinity.tools.training.model import build_model
+    from infinity.tools.training.ranks import JobRank
+    from infinity.tools.training.trainer import make_trainer
+
+    config = with_located_model(SwapConfig.from_table(*read_file(path)))
+    config.require("model", "data", "train")
+    config = settle(config)
+    assert config.train is not None and config.data is not None
+    if config.train.method == "dpo" or config.data.packing:
+        raise ConfigError(
+            f"{path}: expected a run of single sequences, got preferences or data.packing"
+        )
+    with ExitStack() as stack:
+        plan, tokenizer, _ = read_model(config)
+        refuse_other(tokenizer, directory, str(path))
+        data = open_data(config, tokenizer, stack, vocab_size=plan.vocab_size)
+        trainer = make_trainer(config, build_model(plan, config), data, tokenizer, JobRank())
+        number = 0
+        for dataset in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
+            for row in dataset:
+                mask = row.get("completion_mask") or row.get("assistant_masks")
+                ids = [int(token) for token in row["input_ids"]]
+                yield ScoredSequence(number, None, ids, mask)
+                number += 1
 
 
 def _of_texts(

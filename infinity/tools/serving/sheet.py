@@ -24,7 +24,7 @@ from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.durable import replace_file
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.errors import ConfigError, corrupt
-from infinity.tools.scoring.logprobs import score
+from infinity.tools.logprobs import score
 from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
 from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.merge import adapter_layers, factors_of

@@ -135,6 +135,8 @@ def identity_of(config: SwapConfig, tokens_sha256: str, *, num_ranks: int = 1) -
     facts["precision.gradients"] = "float32"  # Checkpoints of 0.1 have it; no key any more.
     facts |= {f"data.{key}": table["data"][key] for key in _DATA_KEYS}
     facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
+    if distill := table["train"].get("distill"):
+        facts |= {f"train.distill.{k}": v for k, v in distill.items() if k != "teacher"}
     facts[_BATCHES_KEY] = table["train"]["gradient_accumulation_steps"] * num_ranks
     if table["train"]["schedule"] != "constant":  # With a constant rate, a run may be made longer.
         facts |= {f"train.{key}": table["train"][key] for key in ("steps", "epochs")}
@@ -199,6 +201,8 @@ class RunCheckpoints:
         self._reporter = reporter
         self._summary = summary
         self._identity = identity_of(config, job.tokens_sha256, num_ranks=job.rank.count)
+        if job.trainer.teacher is not None:
+            self._identity[_IDENTITY]["the SHA-256 of the teacher"] = job.trainer.teacher.sha256
         # The checkpoint of one of several adapters holds no other.
         self._has_all_state = config.adapter is None or config.adapter.name is None
         self._accepted: list[str] = []  # Changes since the checkpoint.

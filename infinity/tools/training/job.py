@@ -22,6 +22,7 @@ from infinity.tools.training.job_data import JobData, measure, open_data, refuse
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
+from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 from infinity.tools.training.trainer import batch_of, make_trainer
 
@@ -39,7 +40,7 @@ class Job:
     num_steps: int  # Of the whole run.
     num_parameters: int
     model: Any
-    reference: Any  # The model that "dpo" compares with, or None.
+    reference: Any  # The model that "dpo" compares with, or a teacher, or None.
     prompt_ids: list[int]
     output: OutputDirectory | None  # None on ranks that write nothing there.
     resume: Loaded | None
@@ -61,7 +62,7 @@ def prepare(
     if config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)
     batch_of(config)
-    read = _read_model(config)
+    read = read_model(config)
     model = build_model(read[0], config, configs[1:])
     return [
         _prepare(config, stack, resume, rank, model, *read, started_s=started_s)
@@ -81,7 +82,7 @@ def _prepare(
     *,
     started_s: float,
 ) -> Job:
-    assert config.data
+    assert config.data and config.train
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     output = None
     if rank.is_first:
@@ -110,8 +111,10 @@ def _prepare(
                 f"model.path: {type(base).__name__} takes no images, and the records have some; "
                 "expected a model of text and images, or records without images"
             )
-    reference = build_reference(plan, config)
+    reference = build_reference(config)
     trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference)
+    if config.train.distill is not None:
+        _give_teacher(trainer, config, data, plan, tokenizer, reference)
     num_tokens, largest, sha256 = measure(
         trainer.train_dataset, data.files, config.data.sequence_length
     )
@@ -135,6 +138,25 @@ def _prepare(
     )
 
 
+def _give_teacher(
+    trainer: Any,
+    config: SwapConfig,
+    data: JobData,
+    plan: ModelPlan,
+    tokenizer: Tokenizer,
+    model: Any,
+) -> None:
+    """Gives the trainer its teacher: `model`, or the file. Raises ConfigError."""
+    assert config.train and config.train.distill and config.data
+    if config.data.packing or data.processor is not None:
+        raise ConfigError(
+            'train.method: "distill" finds a sequence by its token ids; expected data without '
+            "packing and without images"
+        )
+    trainer.teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, model)
+    trainer.teacher.refuse_unknown([trainer.train_dataset, trainer.eval_dataset])
+
+
 def _check_checkpoint_space(model: Any, config: SwapConfig, output: Path) -> None:
     """Raises StorageError if the drive has no space for a checkpoint of what is trained. With a
     swap directory, checkpoints may be links, and `offload` reserves their space."""
@@ -153,7 +175,7 @@ def _check_checkpoint_space(model: Any, config: SwapConfig, output: Path) -> Non
     )
 
 
-def _read_model(config: SwapConfig) -> tuple[ModelPlan, Tokenizer, list[int]]:
+def read_model(config: SwapConfig) -> tuple[ModelPlan, Tokenizer, list[int]]:
     """Returns the plan of the model, the tokenizer, and the prompt of `[train.sample]`."""
     assert config.model and config.data and config.train
     plan, length = plan_model(config.model), config.data.sequence_length

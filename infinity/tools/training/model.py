@@ -13,6 +13,7 @@ import torch
 from infinity.checkpoint import WeightSource, weight_source
 from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
+from infinity.config.hub import in_hub_cache
 from infinity.config.schema import changed
 from infinity.config.values import Capacity
 from infinity.errors import ConfigError
@@ -195,39 +196,54 @@ def generate(
     return ids
 
 
-# -- The model before training, with which "dpo" compares ------------------------------------------
+# -- A second, frozen model: that before training, with which "dpo" compares, or a teacher ---------
 #
-# An adapter needs no second model: TRL keeps the adapter's first values beside it. Where all
-# weights are trained, the reference is a frozen model of its own, with an engine of its own. Its
-# weights rest in the files of `model.path` and take next to no swap space. Policy and reference get
-# half of the host budget and of the device budget each.
+# "dpo" of an adapter needs none: TRL keeps the adapter's first values beside it. The second model
+# has an engine of its own. Its weights rest in the files of its directory and take next to no swap
+# space. Each of the two models gets half of the host budget and of the device budget.
 
 
-def build_reference(plan: ModelPlan, config: SwapConfig) -> Any:
-    """Returns the reference on meta, or None where the run needs no model of its own for it.
-
-    Raises ConfigError for random weights, which no file holds.
-    """
-    assert config.train is not None
+def reference_path(config: SwapConfig) -> Path | None:
+    """Returns the directory of the second model, or None where the run needs none. Raises
+    ConfigError where "dpo" would need one of random weights."""
+    assert config.train is not None and config.model is not None
+    distill = config.train.distill
+    if distill is not None:
+        path = in_hub_cache(distill.teacher)
+        return path if path.is_dir() else None
     if config.train.method != "dpo" or config.adapter is not None:
         return None
-    if plan.path is None:
+    if config.model.path is None:
         raise ConfigError(
             'train.method: "dpo" prefers against the weights of model.path; got [model.config], '
             "whose weights are random"
         )
-    model = build_model(plan, config)
+    return config.model.path
+
+
+def build_reference(config: SwapConfig) -> Any:
+    """Returns the second model on meta, or None where the run needs none. Raises as
+    `build_model`."""
+    path = reference_path(config)
+    if path is None:
+        return None
+    assert config.model is not None
+    options = changed(config.model, {"path": path, "config": None})
+    config = changed(
+        config, {"model": options, "adapter": None, "train.activation_checkpointing": False}
+    )
+    model = build_model(plan_model(options), config)
     model.requires_grad_(False)
     model._is_accelerate_prepared = True  # Trainer does not move it.
     return model.eval()
 
 
 def share_budgets(config: SwapConfig) -> tuple[SwapConfig, SwapConfig]:
-    """Returns the configurations of policy and reference."""
+    """Returns the configurations of the trained model and of the second one."""
     host, device = config.tiers.host.capacity, config.tiers.device.capacity
     halved = {"tiers.host.capacity": _half(host), "tiers.device.capacity": _half(device)}
     policy = changed(config, halved)
-    return policy, with_own_drives(policy, "reference")
+    return policy, changed(with_own_drives(policy, "reference"), {"adapter": None})
 
 
 def with_own_drives(config: SwapConfig, name: str) -> SwapConfig:

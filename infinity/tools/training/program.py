@@ -54,7 +54,7 @@ from infinity.tools.training.adapter import name_of, save_adapter, without_renam
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
 from infinity.tools.training.ending import Notices, model_card, next_commands
 from infinity.tools.training.job import Job, prepare
-from infinity.tools.training.model import generate, share_budgets
+from infinity.tools.training.model import generate, reference_path, share_budgets
 from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
 from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
 from infinity.tools.training.ranks import job_rank
@@ -248,7 +248,8 @@ class Run:
             raise
         if self._job.reference is not None:
             reference = self._job.reference
-            infinity.offload(reference, apart, weights=options.path, ignore=options.ignore)
+            path = reference_path(config)
+            infinity.offload(reference, apart, weights=path, ignore=options.ignore)
             self._reference_engine = infinity.engine_of(reference)
         engine = self._engine = infinity.engine_of(model)
         self.summary.update_on = engine.update_device.place

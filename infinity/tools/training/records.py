@@ -119,7 +119,7 @@ def kind_of(dataset: Any, *, method: str, place: str) -> Kind:
     a kind that `train.method` cannot learn."""
     kind = kind_of_columns(dataset.column_names, place)
     if (kind == "preferences") != (method == "dpo"):
-        remedy = 'set train.method = "dpo"' if method == "sft" else "expected chosen and rejected"
+        remedy = "expected chosen and rejected" if method == "dpo" else 'set train.method = "dpo"'
         raise ConfigError(
             f'data.paths: {place} holds {kind}, which train.method = "{method}" does not learn; '
             f"{remedy}"

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from infinity.bounded import read_json
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import MOST_TOKENS
+from infinity.tools.training.settle import tokenizer_of
 
 _RANKS, _FAST, _NAMES = "tiktoken.model", "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
@@ -149,6 +150,17 @@ def open_tokenizer(which: Path | str) -> Tokenizer:
     """Opens the settled `data.tokenizer`: "bytes", or a local Hugging Face directory."""
     assert which != "auto", "training.settle has not been asked"
     return ByteTokenizer() if which == "bytes" else HuggingFaceTokenizer(Path(which))
+
+
+def refuse_other(tokenizer: Tokenizer, directory: Path, key: str) -> None:
+    """Raises ConfigError, which begins with `key`, for the directory of a model with another
+    tokenizer. One without a tokenizer has bytes."""
+    other = open_tokenizer(tokenizer_of(directory).value).for_records()
+    if other.get_vocab() != tokenizer.for_records().get_vocab():
+        raise ConfigError(
+            f"{key}: {directory} has another tokenizer than {tokenizer.name}; expected the same "
+            "tokens with the same ids"
+        )
 
 
 def _complete_lines(chunks: Iterator[bytes]) -> Iterator[str]:

@@ -36,8 +36,10 @@ from infinity.optimizers.algorithms import OPTIMIZERS
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.private.torch import tree_leaves
 from infinity.tools.training.adapter import name_of
+from infinity.tools.training.divergence import give_head, taught
 from infinity.tools.training.job_data import JobData, check_amount
 from infinity.tools.training.ranks import JobRank
+from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import Tokenizer
 
 MOST_SKIPPED = 16  # Steps in a row; more are no coincidence.
@@ -245,7 +247,9 @@ def make_trainer(
     kind = type(base.__name__, (RunTrainer, base), {"__module__": base.__module__})
     processing = data.processor or tokenizer.for_records()
     arguments = trainer_arguments(config, data)
-    own: dict[str, Any] = {} if reference is None else {"ref_model": reference}
+    own: dict[str, Any] = {}
+    if reference is not None and config.train.method == "dpo":
+        own["ref_model"] = reference
     if data.is_ready:
         pad_id = processing.pad_token_id
         collator = trl.trainer.sft_trainer.DataCollatorForLanguageModeling
@@ -264,6 +268,8 @@ def make_trainer(
             raise
         # TRL and the template raise these for records that they cannot write, and for settings.
         raise ConfigError(f"TRL refuses the run: {' '.join(str(error).split())}") from error
+    if config.train.method == "distill":
+        give_head(model if config.adapter is None else model.get_base_model())
     trainer.remove_callback(PrinterCallback)
     if data.is_ready:  # Text has no special tokens that the model's would be aligned with.
         trainer.processing_class = None
@@ -324,6 +330,7 @@ class RunTrainer(OffloadedTrainer):
     train_dataset: Any
     accelerator: Any
     job_run: Any  # The `Run` of `program.py`.
+    teacher: Teacher | None = None  # Of "distill".
     offloaded_optimizer: OffloadedOptimizer
     lr_scheduler: Any
 
@@ -449,10 +456,21 @@ class RunTrainer(OffloadedTrainer):
         return None  # The optimizer's step computes it.
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-        """Begins a step, and makes its batches."""
+        """Begins a step, and makes its batches, of which a teacher says what it knows."""
         self._now = Step()
         self.job_run.begin_step()
-        return super().get_batch_samples(*args, **options)
+        found = super().get_batch_samples(*args, **options)
+        if self.teacher is not None:
+            self.teacher.listen(found[0])
+        return found
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Returns the loss of TRL; with a teacher, its divergence for the log-probabilities."""
+        compute = super().compute_loss
+        if self.teacher is None:
+            return compute(model, inputs, *args, **options)
+        with taught(self.teacher.of(inputs), inputs["labels"], self.teacher.options):
+            return compute(model, inputs, *args, **options)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Computes the gradients of a micro-batch; notes its loss."""

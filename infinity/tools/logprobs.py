@@ -27,7 +27,7 @@ from infinity.simulate.job import MOST_SEQUENCES
 _log = logging.getLogger("infinity")
 
 # Elements of the logits of a slice. fp32 logits and their logarithms take 8 bytes each.
-_MOST_LOGITS = 1 << 27
+MOST_LOGITS = 1 << 27
 
 
 T = TypeVar("T")
@@ -72,14 +72,20 @@ def score(
 
 
 def score_sweeps(
-    model: nn.Module, sequences: Sequence[Sequence[int]], *, top_k: int, sweep_tokens: int | None
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]],
+    *,
+    top_k: int,
+    sweep_tokens: int | None = None,
+    temperature: float = 1.0,
 ) -> Iterator[list[TokenScores]]:
-    """As `score`, of sequences that were checked; yields what each sweep gives when it is over."""
+    """As `score`, of sequences that were checked; yields what each sweep gives when it is over.
+    Logits are divided by `temperature`."""
     was_training = model.training
     model.eval()
     try:
         for start, end in sweeps([len(ids) for ids in sequences], sweep_tokens, model):
-            call = partial(score_sequence, model, top_k=top_k)
+            call = partial(score_sequence, model, top_k=top_k, temperature=temperature)
             yield together(model, call, sequences[start:end])
     finally:
         model.train(was_training)
@@ -140,21 +146,23 @@ def causal_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def score_sequence(model: nn.Module, ids: Sequence[int], *, top_k: int) -> TokenScores:
+def score_sequence(
+    model: nn.Module, ids: Sequence[int], *, top_k: int, temperature: float = 1.0
+) -> TokenScores:
     """Returns the scores of one sequence. Runs in the sweep, or alone."""
     device = next(model.parameters()).device
     row, num_rows = torch.tensor([list(ids)], device=device), len(ids) - 1
     causal = causal_of(model)
-    at_once = max(1, _MOST_LOGITS // int(causal.config.get_text_config().vocab_size))
+    at_once = max(1, MOST_LOGITS // int(causal.config.get_text_config().vocab_size))
     if num_rows <= at_once or "logits_to_keep" not in inspect.signature(causal.forward).parameters:
         logits = model(input_ids=row, use_cache=False).logits[0, :-1]
-        return _scores(logits, row[0, 1:], top_k)
+        return _scores(logits, row[0, 1:], top_k, temperature)
     parts = []
     with _run_once(causal):
         for first in range(0, num_rows, at_once):
             rows = torch.arange(first, min(first + at_once, num_rows), device=device)
             logits = model(input_ids=row, use_cache=False, logits_to_keep=rows).logits[0]
-            parts.append(_scores(logits, row[0, 1:][rows], top_k))
+            parts.append(_scores(logits, row[0, 1:][rows], top_k, temperature))
             del logits
     if not top_k:
         return TokenScores(logprobs=torch.cat([part.logprobs for part in parts]))
@@ -187,8 +195,13 @@ def _run_once(causal: Any) -> Iterator[None]:
         backbone.forward = plain
 
 
-def _scores(logits: torch.Tensor, targets: torch.Tensor, top_k: int) -> TokenScores:
-    found = logits.float().log_softmax(-1)
+def _scores(
+    logits: torch.Tensor, targets: torch.Tensor, top_k: int, temperature: float
+) -> TokenScores:
+    found = logits.float()
+    if temperature != 1.0:
+        found = found / temperature
+    found = found.log_softmax(-1)
     logprobs = found.gather(-1, targets[:, None])[:, 0].cpu()
     if not top_k:
         return TokenScores(logprobs=logprobs)

@@ -1,0 +1,196 @@
+"""The teacher of "distill": its likeliest tokens at each place of a sequence.
+
+They are those of a file of `infinity score --top-k`, or of a second, frozen model, which scores the
+sequences of a step in one sweep before the student's pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity.checkpoint import weight_source
+from infinity.config.hub import in_hub_cache
+from infinity.config.schema.train import Distill
+from infinity.errors import ConfigError
+from infinity.tools.logprobs import check, score_sweeps
+from infinity.tools.training.base_identity import identify
+from infinity.tools.training.divergence import Likeliest
+from infinity.tools.training.tokenizers import Tokenizer, refuse_other
+
+_ROWS_AT_ONCE = 64  # Of a Parquet file.
+
+
+class Teacher:
+    """What a teacher says of sequences, by their token ids. Made before a tier is touched.
+
+    vocab_size, tokenizer: those of the student
+    model: on meta, and offloaded before the first step; None reads the file
+
+    Raises ConfigError for a teacher of another tokenizer, and for a file of another kind.
+    """
+
+    def __init__(
+        self, options: Distill, vocab_size: int, tokenizer: Tokenizer, model: Any = None
+    ) -> None:
+        self.options = options
+        self._model = model
+        self._vocab_size = vocab_size
+        # By digest: what a model has said, or the place in the file and the number of places.
+        self._said: dict[bytes, Likeliest | tuple[int, int]] = {}
+        if model is not None:
+            check(model.config, [], options.top_k)
+            path = in_hub_cache(options.teacher)
+            refuse_other(tokenizer, path, "train.distill.teacher")
+            self.sha256 = identify(weight_source(path)).samples_sha256
+            return
+        if options.temperature != 1.0:
+            raise ConfigError(
+                f"train.distill.temperature: {options.teacher} has log-probabilities at a "
+                "temperature of 1, and at another the rest beside the likeliest tokens is unknown; "
+                "expected 1.0, or the directory of the teacher"
+            )
+        self._file: Any = tempfile.TemporaryFile(prefix="infinity-teacher-")  # noqa: SIM115
+        self.sha256 = self._read()
+
+    # -- A file ------------------------------------------------------------------------------------
+
+    def _read(self) -> str:
+        """Copies what the file says to one that is read by places. Returns its digest."""
+        path, start, largest, digest = self.options.teacher, 0, 0, hashlib.sha256()
+        try:
+            for number, (tokens, ids, logprobs) in enumerate(_rows_of(path)):
+                count = len(tokens) - 1
+                if not ids.size or ids.shape != logprobs.shape or len(ids) != count:
+                    raise ConfigError(
+                        f"train.distill.teacher: record {number + 1} of {path} has no likeliest "
+                        "tokens; expected a file of `infinity score --top-k N`"
+                    )
+                largest = max(largest, int(ids.max()))
+                self._width = ids.shape[1]
+                content = np.stack([ids, logprobs.view(np.int32)]).tobytes()
+                self._file.write(content)
+                self._said[_key(tokens)] = start, count
+                digest.update(_key(tokens) + content)
+                start += 8 * ids.size
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"train.distill.teacher: {path} cannot be read ({error}); expected a directory, or "
+                "a .jsonl or .parquet file of `infinity score --top-k N`"
+            ) from error
+        if largest >= self._vocab_size:
+            raise ConfigError(
+                f"train.distill.teacher: {path} has token {largest}, and the student "
+                f"{self._vocab_size} tokens; expected a teacher with the student's tokenizer"
+            )
+        self._file.flush()
+        return digest.hexdigest()
+
+    def refuse_unknown(self, datasets: Sequence[Any]) -> None:
+        """Raises ConfigError for a sequence that the teacher's file does not have."""
+        if self._model is not None:
+            return
+        for dataset in filter(None, datasets):
+            is_plain = "input_ids" in dataset.column_names
+            rows = dataset.select_columns("input_ids") if is_plain else dataset
+            for number, row in enumerate(rows):
+                if _key(row["input_ids"]) not in self._said:
+                    raise ConfigError(
+                        f"train.distill.teacher: {self.options.teacher} says nothing of sequence "
+                        f"{number + 1} of the data, which has {len(row['input_ids'])} tokens. "
+                        "Score what this file learns: infinity score TEACHER FILE.toml --top-k N "
+                        "-o SCORES.parquet"
+                    )
+
+    # -- A model -----------------------------------------------------------------------------------
+
+    def listen(self, batches: Sequence[Any]) -> None:
+        """Scores the sequences of these batches together, if the teacher is a model, and forgets
+        all others."""
+        if self._model is None:
+            return
+        sequences = [ids for batch in batches for ids in _sequences(batch)]
+        wanted = {_key(ids): ids for ids in sequences}
+        self._said = {key: self._said[key] for key in wanted.keys() & self._said.keys()}
+        missing = [ids for key, ids in wanted.items() if key not in self._said]
+        options, following = self.options, iter(missing)
+        found_of = score_sweeps(
+            self._model, missing, top_k=options.top_k, temperature=options.temperature
+        )
+        for scores in found_of:
+            for found in scores:
+                assert found.top_ids is not None and found.top_logprobs is not None
+                self._said[_key(next(following))] = Likeliest(found.top_ids, found.top_logprobs)
+
+    def of(self, batch: Any) -> Likeliest:
+        """Returns what the teacher says of a batch, (sequences, places, k), on its device. Places
+        of padding have any numbers."""
+        sequences = _sequences(batch)
+        if self._model is not None and any(_key(ids) not in self._said for ids in sequences):
+            self.listen([batch])  # Of an evaluation.
+        said = [self._of_sequence(ids) for ids in sequences]
+        length, device = batch["input_ids"].shape[1] - 1, batch["input_ids"].device
+        ids = torch.zeros(len(said), length, said[0].ids.shape[-1], dtype=torch.int64)
+        logprobs = torch.full(ids.shape, -100.0)
+        for row, one in enumerate(said):
+            ids[row, : len(one.ids)], logprobs[row, : len(one.ids)] = one
+        return Likeliest(ids.to(device), logprobs.to(device))
+
+    def _of_sequence(self, ids: Sequence[int]) -> Likeliest:
+        said = self._said[_key(ids)]
+        if isinstance(said, Likeliest):
+            return said
+        start, count = said
+        shape = (2, count, self._width)
+        mapped = np.memmap(self._file, np.int32, mode="r", offset=start, shape=shape)
+        return Likeliest(
+            torch.from_numpy(mapped[0].astype(np.int64)),
+            torch.from_numpy(mapped[1].view(np.float32).copy()),
+        )
+
+
+def _key(ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).digest()
+
+
+def _sequences(batch: Any) -> list[list[int]]:
+    """Returns the sequences of a batch without their padding, which is behind them."""
+    mask = batch.get("attention_mask")
+    rows: list[list[int]] = batch["input_ids"].tolist()
+    if mask is None:
+        return rows
+    return [ids[:count] for ids, count in zip(rows, mask.sum(-1).tolist(), strict=True)]
+
+
+def _rows_of(path: Path) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields the tokens, and int32 ids and fp32 log-probabilities (n - 1, k), of each record."""
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        names = ["tokens", "top_tokens", "top_logprobs"]
+        for batch in parquet.ParquetFile(path).iter_batches(_ROWS_AT_ONCE, columns=names):
+            for row in range(len(batch)):
+                tokens, ids, logprobs = (batch.column(name)[row].values for name in names)
+                count = len(tokens) - 1
+                flat = (ids.flatten().to_numpy(), logprobs.flatten().to_numpy())
+                yield tokens.to_numpy(), *_rows(*flat, count)
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            yield row["tokens"], *_rows(row["top_tokens"][1:], row["top_logprobs"][1:], None)
+
+
+def _rows(ids: Any, logprobs: Any, count: int | None) -> tuple[Any, Any]:
+    shape = None if count is None else (count, -1)
+    found = np.asarray(ids, np.int32), np.asarray(logprobs, np.float32)
+    return found if shape is None else (found[0].reshape(shape), found[1].reshape(shape))
