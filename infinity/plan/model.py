@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from infinity.config import AdapterConfig, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_table
-from infinity.modules.reading.discover import FoundParam, ModelLayout, discover_units
+from infinity.modules.reading.discover import discover_units
 from infinity.modules.reading.dtypes import Dtypes
 from infinity.plan.frozen_base import Place, StoredModel, stored_of_shape
 from infinity.plan.layout import (
@@ -43,7 +43,7 @@ from infinity.plan.shapes import (
     shape_of_config,
 )
 from infinity.plan.tables import Table
-from infinity.state.units import OF_ADAM, Moments, TensorFacts, moments_of
+from infinity.state.units import OF_ADAM, Moments, moments_of
 
 
 def load_model(name: str, dtype: torch.dtype, moments: Moments = OF_ADAM) -> PlannedModel:
@@ -232,33 +232,13 @@ def model_of_module(module: torch.nn.Module, config: SwapConfig, hf_config: Any)
     from infinity.engine.lay_out import facts_of
 
     dtypes, text_config = Dtypes(module, config.precision), hf_config.get_text_config()
-    return model_of_layout(
-        discover_units(module),
-        lambda member: facts_of(member, dtypes),
-        moments_of(config.optimizer, config.precision),
-        hidden=int(text_config.hidden_size),
-        experts_per_token=getattr(text_config, "num_experts_per_tok", None),
-        hf_config=hf_config,
-    )
-
-
-def model_of_layout(
-    layout: ModelLayout,
-    facts_of: Callable[[FoundParam], TensorFacts],
-    moments: Moments,
-    *,
-    hidden: int,
-    experts_per_token: int | None = None,
-    hf_config: Any = None,
-) -> PlannedModel:
-    """Returns the planned model of the units that the engine makes."""
+    layout, hidden = discover_units(module), int(text_config.hidden_size)
+    top_k = getattr(text_config, "num_experts_per_tok", None)
     groups = []
     for name, members in layout.units:
-        tensors = [
-            PlannedWeight(facts, _active(facts.shape, experts_per_token))
-            for facts in map(facts_of, members)
-        ]
-        groups.append(UnitTensors(name, tuple(tensors)))
+        facts = [facts_of(member, dtypes) for member in members]
+        tensors = tuple(PlannedWeight(of, _active(of.shape, top_k)) for of in facts)
+        groups.append(UnitTensors(name, tensors))
     is_frozen = not all(any(t.facts.is_trainable for t in group.tensors) for group in groups)
     around = {chain[-1]: chain[-2] if len(chain) > 1 else None for chain in layout.chains}
     works = []
@@ -272,8 +252,11 @@ def model_of_layout(
             )
         )  # fmt: skip
     num_params = sum(math.prod(t.facts.shape) for group in groups for t in group.tensors)
-    name = "" if hf_config is None else str(hf_config.model_type)
-    return PlannedModel(name, tuple(groups), tuple(works), moments, num_params, hidden, hf_config)
+    moments = moments_of(config.optimizer, config.precision)
+    return PlannedModel(
+        str(hf_config.model_type), tuple(groups), tuple(works), moments, num_params, hidden,
+        hf_config,
+    )  # fmt: skip
 
 
 def _active(size: tuple[int, ...], experts_per_token: int | None) -> int:

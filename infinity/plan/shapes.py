@@ -98,11 +98,6 @@ class ModelShape:
     max_positions: int | None = None
 
     @property
-    def vocab_numel(self) -> int:
-        """The weights of the head, also of one that is tied."""
-        return numel_of(self.head or self.embedding[:1])
-
-    @property
     def has_experts(self) -> bool:
         """Whether some block has routed experts."""
         return any(block.num_experts for block in self.blocks)

@@ -4,6 +4,7 @@ table."""
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,18 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine.lay_out import facts_of
 from infinity.errors import CapacityError
-from infinity.modules.reading.discover import discover_units
-from infinity.modules.reading.dtypes import Dtypes
 from infinity.modules.tiling.split import Tiling
 from infinity.plan import Batch, forecast, load_hardware
 from infinity.plan.layout import PlannedModel
-from infinity.plan.model import model_of_layout, model_of_shape
+from infinity.plan.model import model_of_module, model_of_shape
 from infinity.plan.shapes import gpt_shape
 from infinity.sizes import GIB
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, fit, limits
-from infinity.state.units import OF_ADAM
 
 KINDS = ("parameters", "master", "moments", "gradients")
 
@@ -134,10 +131,11 @@ def test_the_same_units_as_the_engine_makes() -> None:
             self.head.weight = self.embedding.weight
 
     config = SwapConfig.load({})
+    text = SimpleNamespace(hidden_size=64)
+    hf_config = SimpleNamespace(model_type="two", get_text_config=lambda: text)
 
     def units_of(module: nn.Module) -> PlannedModel:
-        layout, dtypes = discover_units(module), Dtypes(module, config.precision)
-        return model_of_layout(layout, lambda m: facts_of(m, dtypes), OF_ADAM, hidden=64)
+        return model_of_module(module, config, hf_config)
 
     whole = units_of(Two())
     for limit_nbytes in (300 << 10, 100 << 10, 64 << 10):
