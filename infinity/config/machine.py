@@ -61,11 +61,6 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return min(limits, key=lambda limit: limit.nbytes)
 
 
-def available_memory_nbytes(root: Path = Path("/")) -> int:
-    """The bytes of `host_memory`."""
-    return host_memory(root).nbytes
-
-
 def _cgroup_limits(root: Path) -> Iterator[HostMemory]:
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -22,7 +22,7 @@ from infinity.ops.on_device import update_span_
 from infinity.ops.optimizers import step_
 from infinity.ops.rules import AdamWSettings
 from infinity.ops.span import StateSpan
-from infinity.simulate.job import Batch, batch_of, make_job, tuned_gb_per_s, updated_nbytes
+from infinity.simulate.job import Batch, batch_of, make_job, touched_nbytes, tuned_gb_per_s
 from infinity.simulate.order import Use
 from infinity.simulate.spec import Rates, drive_rates
 from infinity.simulate.update_device import UpdateDevice, choose, settled
@@ -56,7 +56,7 @@ def place_updates(plan: RunPlan, device: DeviceAdapter, host: HostPool) -> Updat
         config.schedule.update_on,
         config.precision.moments,
         shares_host_memory=device.shares_host_memory,
-        update_nbytes=sum(map(updated_nbytes, updated)),
+        update_nbytes=sum(map(touched_nbytes, updated)),
     )
     if place is not None:
         return place

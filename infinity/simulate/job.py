@@ -15,7 +15,7 @@ from infinity.simulate.order import Use
 from infinity.simulate.spec import ShardedLoad, StepSpec, UnitLoad
 from infinity.state.budgets import Budgets
 from infinity.state.partition import Partition, Shard
-from infinity.state.placement import STATE_KINDS, StatePlacement
+from infinity.state.placement import STATE_KINDS, StatePlacement, updated_nbytes
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.streaming.gradients.resting_norms import may_have_rows_of_zeros, most_picked_nbytes
 
@@ -170,7 +170,7 @@ def load_of(unit: Unit, placement: StatePlacement, is_summed: bool) -> UnitLoad:
         written_nbytes=unit.trainable_nbytes,
         state_read_nbytes={tier: n for tier, n in read.items() if tier != "host"},
         state_write_nbytes={tier: n for tier, n in written.items() if tier != "host"},
-        update_nbytes=updated_nbytes(unit),
+        update_nbytes=touched_nbytes(unit),
         gradients=placement.tier(unit, StateKind.GRADIENTS) if gradient_nbytes else "host",
         gradient_nbytes=gradient_nbytes,
         leaving_nbytes=gradient_nbytes if is_summed else unit.trainable_nbytes,
@@ -185,13 +185,11 @@ def _tier_of_weights(unit: Unit, placement: StatePlacement) -> str:
     return "checkpoint" if unit.stored is not None and tier == "nvme" else tier
 
 
-def updated_nbytes(unit: Unit) -> int:
-    """Returns the bytes that the optimizer's pass over a unit reads and writes."""
+def touched_nbytes(unit: Unit) -> int:
+    """Returns the bytes that the optimizer's pass over a unit reads, and those that it writes."""
     if not unit.state_numel:
         return 0
-    moments_nbytes = sum(unit.nbytes(kind) for kind in unit.moments.kinds)
-    changed_nbytes = unit.trainable_nbytes + moments_nbytes + unit.nbytes(StateKind.MASTER)
-    return 2 * changed_nbytes + unit.nbytes(StateKind.GRADIENTS)
+    return 2 * updated_nbytes(unit) - unit.nbytes(StateKind.GRADIENTS)  # These are not written.
 
 
 def tuned_gb_per_s(tiers: Sequence[NvmeTier]) -> tuple[float, float, float | None] | None:

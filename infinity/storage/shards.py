@@ -199,7 +199,7 @@ class ShardFiles:
         try:
             for identity in identities:
                 refuse_changed(identity)
-                file = self._files[identity.path] = open_shard(engine, identity.path)
+                file = self._files[identity.path] = open_past_cache(engine, identity.path)
                 self._directories[file] = os.path.dirname(os.path.realpath(identity.path))
         except BaseException:
             self.close()
@@ -272,11 +272,11 @@ class _NamedRead(WrappedTicket):
             raise self._files.explain(error, self._label) from None
 
 
-def open_shard(engine: StorageEngine, path: str) -> int:
+def open_past_cache(engine: StorageEngine, path: str, *, read_only: bool = True) -> int:
     """Opens a file past the page cache, or through it where the file system has no O_DIRECT."""
     try:
-        return engine.open(path, direct=True, read_only=True)
+        return engine.open(path, direct=True, read_only=read_only)
     except StorageError as error:
         if error.errno != errno.EINVAL:
             raise
-    return engine.open(path, direct=False, read_only=True)
+    return engine.open(path, direct=False, read_only=read_only)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from infinity.config.machine import available_memory_nbytes
+from infinity.config.machine import host_memory
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.sizes import format_nbytes
@@ -174,7 +174,7 @@ def pin(
                 f"the driver refused to page-lock {format_nbytes(nbytes)} of the host arena after "
                 f"{format_nbytes(done_nbytes)} of {format_nbytes(arena.capacity_nbytes)}: "
                 f"{_words(runtime, code)}. It needs kernel memory for its page tables as well "
-                f"as for the pages ({format_nbytes(available_memory_nbytes())} are available now); "
+                f"as for the pages ({format_nbytes(host_memory().nbytes)} are available now); "
                 f"lower tiers.host.capacity{_most(done_nbytes)}, and give state that does not fit "
                 "then a drive (tiers.nvme, placement). The limit of ulimit -l does not apply here"
             )

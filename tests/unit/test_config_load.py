@@ -350,8 +350,8 @@ def test_reading_a_configuration_imports_no_torch_and_no_command_line() -> None:
     code = (
         "import sys\n"
         "from infinity.config import SwapConfig, render\n"
-        "from infinity.config.machine import available_memory_nbytes\n"
-        "SwapConfig.load({}); render.to_markdown(); available_memory_nbytes()\n"
+        "from infinity.config.machine import host_memory\n"
+        "SwapConfig.load({}); render.to_markdown(); host_memory()\n"
         "heavy = {'torch', 'numpy', 'transformers', 'typer', 'rich', 'infinity._core'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )

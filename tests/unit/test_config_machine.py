@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.config.machine import available_memory_nbytes, host_memory
+from infinity.config.machine import host_memory
 from infinity.errors import CapacityError
 from infinity.sizes import GIB, KIB, MIB
 from infinity.storage import arena
@@ -23,12 +23,12 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_memory_outside_cgroups_is_what_the_kernel_says(tmp_path: Path) -> None:
-    assert available_memory_nbytes(machine(tmp_path, {})) == 16 * GIB
+    assert host_memory(machine(tmp_path, {})).nbytes == 16 * GIB
 
 
 def test_cgroup_without_a_limit_changes_nothing(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}
-    assert available_memory_nbytes(machine(tmp_path, files)) == 16 * GIB
+    assert host_memory(machine(tmp_path, files)).nbytes == 16 * GIB
 
 
 def test_cgroup_v2_leaves_its_limit_less_use_without_droppable_cache(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_cgroup_v2_leaves_its_limit_less_use_without_droppable_cache(tmp_path: P
         "sys/fs/cgroup/jobs/one/memory.current": f"{3 * GIB}\n",
         "sys/fs/cgroup/jobs/one/memory.stat": (f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\n"),
     }
-    assert available_memory_nbytes(machine(tmp_path, files)) == 3 * GIB
+    assert host_memory(machine(tmp_path, files)).nbytes == 3 * GIB
 
 
 def test_cgroup_above_limits_too(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_cgroup_above_limits_too(tmp_path: Path) -> None:
         files[f"sys/fs/cgroup/{group}/memory.max"] = str(limit)
         files[f"sys/fs/cgroup/{group}/memory.current"] = str(512 * MIB)
         files[f"sys/fs/cgroup/{group}/memory.stat"] = ""
-    assert available_memory_nbytes(machine(tmp_path, files)) == 1536 * MIB
+    assert host_memory(machine(tmp_path, files)).nbytes == 1536 * MIB
 
 
 def test_cgroup_v1_is_read_where_there_is_no_v2(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_cgroup_v1_is_read_where_there_is_no_v2(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/box/memory.usage_in_bytes": str(256 * MIB),
         "sys/fs/cgroup/memory/box/memory.stat": "total_inactive_file 0\n",
     }
-    assert available_memory_nbytes(machine(tmp_path, files)) == 768 * MIB
+    assert host_memory(machine(tmp_path, files)).nbytes == 768 * MIB
 
 
 def test_cgroup_v1_limits_beside_a_v2_hierarchy_without_memory(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_cgroup_v1_limits_beside_a_v2_hierarchy_without_memory(tmp_path: Path) -
             f"total_inactive_file {256 * MIB}\ntotal_active_file {256 * MIB}\n"
         ),
     }
-    assert available_memory_nbytes(machine(tmp_path, files)) == 1536 * MIB
+    assert host_memory(machine(tmp_path, files)).nbytes == 1536 * MIB
 
 
 def test_a_limit_without_statistics_still_limits(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_limit_without_statistics_still_limits(tmp_path: Path) -> None:
         "sys/fs/cgroup/jobs/memory.max": str(GIB),
         "sys/fs/cgroup/jobs/memory.current": str(256 * MIB),
     }
-    assert available_memory_nbytes(machine(tmp_path, files)) == 768 * MIB
+    assert host_memory(machine(tmp_path, files)).nbytes == 768 * MIB
 
 
 def test_a_budget_beyond_a_cgroup_limit_is_refused_and_names_it(
@@ -108,8 +108,8 @@ def test_cgroup_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory.current": str(2 * GIB),
         "sys/fs/cgroup/memory.stat": "",
     }
-    assert available_memory_nbytes(machine(tmp_path, files)) == 0
+    assert host_memory(machine(tmp_path, files)).nbytes == 0
 
 
 def test_this_machine_has_memory() -> None:
-    assert available_memory_nbytes() > 0
+    assert host_memory().nbytes > 0

@@ -10,7 +10,6 @@ of effects.
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
 import logging
 import mmap
@@ -48,6 +47,7 @@ from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, ExpectedRange
 from infinity.storage.closing import Closing
 from infinity.storage.protocol import FileRange, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.shards import open_past_cache
 
 _BLOCK_NBYTES = 4 * MIB
 _POLL_S = 0.01
@@ -330,12 +330,10 @@ class _Copier:
         return sum(f.read_nbytes + f.write_nbytes for f in files if f.path not in self._own)
 
     def _open(self, path: Path, *, direct: bool) -> int:
-        try:
-            file = self._storage.open(str(path), direct=direct)
-        except StorageError as error:
-            if not direct or error.errno != errno.EINVAL:
-                raise
-            return self._open(path, direct=False)
+        if direct:
+            file = open_past_cache(self._storage, str(path), read_only=False)
+        else:
+            file = self._storage.open(str(path), direct=False)
         self._stack.callback(self._close, file)
         self._own.add(str(path))
         return file

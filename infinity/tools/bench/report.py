@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.config.extras import installed
-from infinity.config.machine import available_memory_nbytes
+from infinity.config.machine import host_memory
 from infinity.storage.arena import Arena
 from infinity.tools.bench import fio
 from infinity.tools.bench.measure import (
@@ -291,7 +291,7 @@ def environment_of(
         "cpu": read_field(root / "proc/cpuinfo", "model name") or platform.machine(),
         "num_cpus": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg(),
-        "available_memory_nbytes": available_memory_nbytes(root),
+        "available_memory_nbytes": host_memory(root).nbytes,
         "transparent_huge_pages": read_text(root / "sys/kernel/mm/transparent_hugepage/enabled"),
         "arena_nbytes": arena.capacity_nbytes,
         "arena_huge_page_nbytes": arena.huge_page_nbytes,

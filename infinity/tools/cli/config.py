@@ -168,13 +168,13 @@ def _print_report(found: Translation, *, to_stderr: bool) -> None:
 def _on_this_machine(config: SwapConfig) -> dict[str, str]:
     """Returns the present values of "auto" and of shares by dotted key. Device memory needs
     torch."""
-    from infinity.config.machine import available_memory_nbytes
+    from infinity.config.machine import host_memory
     from infinity.tools.doctor.paths import nearest_directory
     from infinity.tools.training.settle import choices
 
     notes = {choice.key: f"{choice.shown} here: {choice.reason}" for choice in choices(config)}
     if config.tiers.host.capacity.nbytes is None:
-        available = available_memory_nbytes()
+        available = host_memory().nbytes
         budget = format_nbytes(config.tiers.host.budget_nbytes(available))
         notes["tiers.host.capacity"] = f"{budget} of the {format_nbytes(available)} available now"
     for index, entry in enumerate(config.tiers.nvme):

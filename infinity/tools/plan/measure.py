@@ -37,7 +37,7 @@ from infinity.sizes import MIB, PAGE_NBYTES, align_down, format_nbytes
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.native_engine import open_configured
 from infinity.storage.protocol import Priority, Segment, StorageEngine
-from infinity.storage.shards import open_shard
+from infinity.storage.shards import open_past_cache
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostPool
 from infinity.tiers.open_device import device_kind
@@ -238,7 +238,7 @@ def _segments(engine: StorageEngine, files: Sequence[Path], address: int) -> lis
     """Returns extents of 16 MiB, file by file in turn, so that all drives are read at once; at
     most as many bytes as the arena at `address` has."""
     sizes = [align_down(os.stat(file).st_size, PAGE_NBYTES) for file in files]
-    opened = [open_shard(engine, str(file)) for file in files]
+    opened = [open_past_cache(engine, str(file)) for file in files]
     segments, used_nbytes = list[Segment](), 0
     for at in range(0, max(sizes, default=0), _EXTENT_NBYTES):
         for file, size in zip(opened, sizes, strict=True):

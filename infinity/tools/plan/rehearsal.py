@@ -28,7 +28,7 @@ from infinity.observe.timeline import laid_out
 from infinity.observe.tracer import Span, Track
 from infinity.optimizers.algorithms import AdamW
 from infinity.plan.layout import PlannedModel
-from infinity.simulate.job import Batch, updated_nbytes
+from infinity.simulate.job import Batch, touched_nbytes
 from infinity.sizes import MIB
 from infinity.state.budgets import MachineSizes, WeightsInUse, compute_budgets
 from infinity.storage.arena import available_host_nbytes
@@ -75,7 +75,7 @@ def rehearse(
         engine = engine_of(own)
         stack.callback(engine.close)
         steps = _steps(own, torch.randint(_VOCABULARY, (count, length)))
-        updated = sum(updated_nbytes(unit) for unit in engine.store.units)
+        updated = sum(touched_nbytes(unit) for unit in engine.store.units)
     blocks = [hooked for hooked in model.hooked_modules if hooked.attention_width][:_NUM_BLOCKS]
     weight_nbytes = sum(
         model.units[unit].weight_nbytes for hooked in blocks for unit in hooked.units
