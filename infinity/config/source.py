@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -45,6 +45,18 @@ class ConfigSource:
     def origin(self) -> str:
         """The word of `SwapConfig.resolved` for a value that was set here."""
         return f"file {self.name}" if self.kind == "file" else "dict"
+
+
+def read_source(source: object) -> tuple[dict[str, Any], ConfigSource]:
+    """The table of a file, or of a dict, and its source. Raises ConfigError as `read_file`."""
+    if isinstance(source, (str, os.PathLike)):
+        return read_file(source)
+    if isinstance(source, Mapping):
+        return dict(source), ConfigSource()
+    raise ConfigError(
+        "expected a path, a dict, a SwapConfig or None as the configuration; got "
+        f"{type(source).__name__}"
+    )
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ConfigSource]:

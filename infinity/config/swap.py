@@ -28,7 +28,7 @@ from infinity.config.schema.inputs import AdapterConfig, Data, Model
 from infinity.config.schema.optimizer import Optimizer
 from infinity.config.schema.tiers import Placement, Tiers
 from infinity.config.schema.train import Checkpoint, Output, Train
-from infinity.config.source import ConfigSource, read_file
+from infinity.config.source import ConfigSource, read_source
 from infinity.config.values import Loading, choice, fault, integer, refuse_all, show_value
 from infinity.errors import ConfigError
 from infinity.sizes import write_size
@@ -60,9 +60,8 @@ class SwapConfig(Section):
     `infinity train` only."""
 
     _source: ConfigSource = PrivateAttr(default_factory=ConfigSource)
-    schema_version: Annotated[int, integer(1, SCHEMA)] = Field(
-        SCHEMA, alias="schema", description="Version of this file's format."
-    )
+    schema_version: Annotated[int, integer(1, SCHEMA)] = Field(SCHEMA, alias="schema")
+    """Version of this file's format."""
     tiers: Tiers = defaults()
     placement: Placement = defaults()
     io: Io = defaults()
@@ -72,9 +71,8 @@ class SwapConfig(Section):
     optimizer: Optimizer = defaults()
     model: Model | None = None
     adapter: AdapterConfig | None = None
-    adapters: tuple[AdapterConfig, ...] = Field(
-        (), description="Several adapters, each a table `[[adapter]]`, in one run over one base."
-    )
+    adapters: tuple[AdapterConfig, ...] = ()
+    """Several adapters, each a table `[[adapter]]`, in one run over one base."""
     data: Data | None = None
     train: Train | None = None
     output: Output = defaults()
@@ -204,15 +202,10 @@ class SwapConfig(Section):
     @classmethod
     def _within_host(cls, schedule: Schedule, info: ValidationInfo) -> Schedule:
         tiers: Tiers | None = info.data.get("tiers")
-        budget = tiers.host.capacity.nbytes if tiers else None
-        if budget is None:
-            return schedule
-        faults = []
-        window, host = schedule.window, write_size(budget)
-        if window != "auto" and window > budget:
-            text = f"expected at most tiers.host.capacity, {host}; got {write_size(window)}"
-            faults.append(fault(text, "window"))
-        refuse_all(faults)
+        budget, window = tiers.host.capacity.nbytes if tiers else None, schedule.window
+        if budget is not None and window != "auto" and window > budget:
+            most = f"expected at most tiers.host.capacity, {write_size(budget)}"
+            refuse_all([fault(f"{most}; got {write_size(window)}", "window")])
         return schedule
 
     @model_validator(mode="after")
@@ -277,15 +270,7 @@ class SwapConfig(Section):
         """
         if isinstance(source, SwapConfig):
             return source
-        if isinstance(source, (str, os.PathLike)):
-            table, origin = read_file(source)
-        elif source is None or isinstance(source, Mapping):
-            table, origin = dict(source or {}), ConfigSource()
-        else:
-            raise ConfigError(
-                "expected a path, a dict, a SwapConfig or None as the configuration; got "
-                f"{type(source).__name__}"
-            )
+        table, origin = read_source({} if source is None else source)
         found = deepspeed.translated(table, origin)
         return cls.from_table(table, origin) if found is None else configuration_of(found, origin)
 
@@ -411,12 +396,7 @@ def from_deepspeed(
     if the file has the number of steps. Raises ConfigError that names every key which is refused or
     unknown to DeepSpeed; with `skip_refused` these keys are left out.
     """
-    if isinstance(source, Mapping):
-        table, origin = dict(source), ConfigSource()
-    elif isinstance(source, (str, os.PathLike)):
-        table, origin = read_file(source)
-    else:
-        raise ConfigError(f"expected a path or a dict; got {type(source).__name__}")
+    table, origin = read_source(source)
     found = deepspeed.translate(table)
     if not skip_refused:
         deepspeed.refuse_lost(found, origin)
