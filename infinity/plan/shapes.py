@@ -151,7 +151,8 @@ def shape_of_config(
 
     Raises ConfigError if it has none, and for a class without blocks.
     """
-    model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
+    with torch.device("meta"):  # Nobody reads values: transformers draws none on this device.
+        model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
     text, config = text_model_of(model), hf_config.get_text_config()
     layers = _layers_of(text)
     if layers is None or not hasattr(config, "hidden_size"):
