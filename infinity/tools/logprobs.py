@@ -81,11 +81,22 @@ def score_sweeps(
 ) -> Iterator[list[TokenScores]]:
     """As `score`, of sequences that were checked; yields what each sweep gives when it is over.
     Logits are divided by `temperature`."""
+    call = partial(score_sequence, model, top_k=top_k, temperature=temperature)
+    return in_sweeps(model, call, sequences, sweep_tokens)
+
+
+def in_sweeps(
+    model: nn.Module,
+    call: Callable[[Sequence[int]], T],
+    sequences: Sequence[Sequence[int]],
+    sweep_tokens: int | None,
+) -> Iterator[list[T]]:
+    """Calls a function with each sequence, in eval mode and without gradients; yields the results
+    of each sweep when it is over."""
     was_training = model.training
     model.eval()
     try:
         for start, end in sweeps([len(ids) for ids in sequences], sweep_tokens, model):
-            call = partial(score_sequence, model, top_k=top_k, temperature=temperature)
             yield together(model, call, sequences[start:end])
     finally:
         model.train(was_training)
@@ -173,6 +184,14 @@ def score_sequence(
             [part.top_logprobs for part in parts if part.top_logprobs is not None]
         ),
     )
+
+
+def labels_of_sequence(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
+    """Returns what the head of a reward model or a classifier says of a sequence: fp32 logits
+    (labels,) on the host."""
+    row = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    logits: torch.Tensor = model(input_ids=row, use_cache=False).logits[0]
+    return logits.float().cpu()
 
 
 @contextmanager

@@ -13,13 +13,19 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+)
 
 import infinity
 from infinity.errors import ConfigError
 from infinity.tools import logprobs
 from infinity.tools.scoring import program
 from infinity.tools.scoring.program import Request
+from infinity.tools.training.tokenizers import open_tokenizer
 from tests.parity.zoo import ZOO
 from tests.support.offloading import offloaded, swap_config
 
@@ -162,6 +168,31 @@ def test_rows_are_those_of_a_plain_model_and_its_adapter(
     (found,) = Dataset.from_parquet(str(table.output)).to_list()
     assert found.keys() == row.keys()
     assert not {name: (value, found[name]) for name, value in row.items() if found[name] != value}
+
+
+def test_a_reward_model_scores_whole_sequences_with_the_bits_of_a_plain_forward(
+    request_of: Request, directory: Path, tmp_path: Path
+) -> None:
+    make = AutoModelForSequenceClassification.from_pretrained
+    torch.manual_seed(0)
+    reward: Any = make(directory, num_labels=2, dtype=torch.float32).eval()
+    reward.save_pretrained(tmp_path / "reward")
+    open_tokenizer(directory).for_records().save_pretrained(tmp_path / "reward")
+    request = replace(request_of, model=tmp_path / "reward", config=None)
+    assert "perplexity" not in str(program.run(request))
+    rows = rows_of(request.output)
+    assert len(rows) == 6 and rows[0].keys() == {"record", "id", "tokens", "scores"}
+    for row in rows:
+        with torch.no_grad():
+            plain_scores = reward(torch.tensor([row["tokens"]])).logits[0].tolist()
+        assert row["scores"] == plain_scores and len(plain_scores) == 2
+    with pytest.raises(ConfigError, match="scores sequences, not tokens"):
+        program.run(replace(request, top_k=1, output=tmp_path / "other.jsonl"))
+    table = replace(request, output=tmp_path / "rewards.parquet", sweep_tokens=1000)
+    program.run(table)
+    from datasets import Dataset
+
+    assert Dataset.from_parquet(str(table.output))["scores"][:] == [row["scores"] for row in rows]
 
 
 def test_conversations_and_text_files_are_scored(request_of: Request, tmp_path: Path) -> None:

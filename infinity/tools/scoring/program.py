@@ -14,8 +14,11 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from infinity.api import close
 from infinity.checkpoint import weight_source
@@ -28,13 +31,16 @@ from infinity.modules.reading.configuration import config_of_directory
 from infinity.tools.logprobs import (
     TokenScores,
     check,
-    score_sweeps,
+    in_sweeps,
+    labels_of_sequence,
+    score_sequence,
 )
 from infinity.tools.pretrained import choose_config, from_pretrained, with_saved_adapter
 from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
 from infinity.tools.training.base_identity import identify, sha256_of
 
 _ROWS_AT_ONCE = 256
+_OF_LABELS = "ForSequenceClassification"  # The class of a reward model, or of a classifier.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +73,9 @@ class Total:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_records:,} records, {self.num_tokens:,} tokens, perplexity "
-            f"{self.perplexity:.4g}, in {self.seconds:,.0f} s"
+            f"{self.num_records:,} records, {self.num_tokens:,} tokens, "
+            + ("" if math.isnan(self.perplexity) else f"perplexity {self.perplexity:.4g}, ")
+            + f"in {self.seconds:,.0f} s"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,8 +132,8 @@ class ScoreRows:
                 row = json.loads(line)
                 end += len(line)
                 self.num_done += 1
-                total += row["sum_logprob"]
-                count += row["num_scored"]
+                total += row.get("sum_logprob", 0.0)
+                count += row.get("num_scored", 0)
             file.truncate(end)
         return total, count
 
@@ -162,6 +169,7 @@ def _write_table(path: Path, rows: Iterator[dict[str, Any]]) -> None:
         "num_scored": pa.int64(), "sum_logprob": pa.float64(), "mean_logprob": pa.float64(),
         "perplexity": pa.float64(), "is_answer": pa.list_(pa.int8()),
         "top_tokens": pa.list_(tokens), "top_logprobs": pa.list_(numbers),
+        "scores": numbers,
     }  # fmt: skip
     writer: Any = None
     while batch := list(itertools.islice(rows, _ROWS_AT_ONCE)):
@@ -184,12 +192,17 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     vocab_size = int(hf_config.get_text_config().vocab_size)
     sequences = read_sequences(request.data, directory, vocab_size, request.max_length)
     check(hf_config, [sequence.ids for sequence in sequences], request.top_k)
+    has_labels = any(name.endswith(_OF_LABELS) for name in hf_config.architectures or ())
+    if has_labels and (request.top_k or request.adapter is not None):
+        raise ConfigError(
+            f"{directory} scores sequences, not tokens; leave out --top-k and --adapter"
+        )
     output = ScoreRows(request, _made_of(request, directory, sequences))
     total, count = output.open()
     resumed_at, read_nbytes = output.num_done, 0
     left = sequences[output.num_done :]
     if left:
-        model = _open(request, directory)
+        model = _open(request, directory, has_labels=has_labels)
         try:
             total, count, read_nbytes = _score(model, left, request, output, (total, count), note)
         finally:
@@ -207,14 +220,17 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     )
 
 
-def _open(request: Request, directory: Path) -> Any:
+def _open(request: Request, directory: Path, *, has_labels: bool) -> Any:
     """Returns the frozen model in eval mode, with its adapter."""
+    from transformers import AutoModelForSequenceClassification
+
     chosen: Any = request.config
     config = SwapConfig.load(chosen) if chosen else choose_config(directory, is_frozen=True)
     if request.adapter is not None:
         config = with_saved_adapter(config, request.adapter)
     model = from_pretrained(
         directory, config, is_frozen=True,
+        model_class=AutoModelForSequenceClassification if has_labels else None,
         dtype=request.dtype, trust_remote_code=request.trust_remote_code,
     )  # fmt: skip
     return model.eval()
@@ -236,30 +252,34 @@ def _score(
     def read_nbytes() -> int:
         return int(counters.snapshot().get("nvme_read_nbytes", 0))
 
-    for scores in score_sweeps(
-        model, texts, top_k=request.top_k, sweep_tokens=request.sweep_tokens
-    ):
+    call: Callable[[Sequence[int]], Any] = partial(labels_of_sequence, model)
+    if model.get_output_embeddings() is not None:
+        call = partial(score_sequence, model, top_k=request.top_k)
+    for scores in in_sweeps(model, call, texts, request.sweep_tokens):
         scored = list(itertools.islice(following, len(scores)))
         rows = [row_of(*pair) for pair in zip(scored, scores, strict=True)]
         output.write(rows)
-        total += sum(row["sum_logprob"] for row in rows)
-        count += sum(row["num_scored"] for row in rows)
+        total += sum(row.get("sum_logprob", 0.0) for row in rows)
+        count += sum(row.get("num_scored", 0) for row in rows)
         done += sum(len(sequence.ids) for sequence in scored)
         note(done, num_tokens, read_nbytes())
     return total, count, read_nbytes()
 
 
-def row_of(sequence: ScoredSequence, scores: TokenScores) -> dict[str, Any]:
+def row_of(sequence: ScoredSequence, scores: TokenScores | torch.Tensor) -> dict[str, Any]:
     """Returns the row of a sequence. Entry i of `logprobs` is that of token i; the first token has
-    none. Sums and means are over the answer where the record has one."""
+    none. Sums and means are over the answer where the record has one. A reward model has `scores`
+    of the whole sequence, one for each label."""
+    row: dict[str, Any] = {
+        "record": sequence.record, "id": sequence.name, "tokens": sequence.ids
+    }  # fmt: skip
+    if isinstance(scores, torch.Tensor):
+        return row | {"scores": scores.tolist()}
     logprobs = scores.logprobs.tolist()
     mask = sequence.mask[1:] if sequence.mask is not None else [1] * len(logprobs)
     scored = [value for value, is_scored in zip(logprobs, mask, strict=True) if is_scored]
     mean = sum(scored) / len(scored) if scored else None
-    row: dict[str, Any] = {
-        "record": sequence.record,
-        "id": sequence.name,
-        "tokens": sequence.ids,
+    row |= {
         "logprobs": [None, *logprobs],
         "num_scored": len(scored),
         "sum_logprob": sum(scored),
