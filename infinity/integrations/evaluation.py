@@ -11,6 +11,12 @@ Note [As in the plain loop]
   batch by batch, after the metrics that it has left in the trainer and the state of the generators
   are put back. The rest of the run then takes the plain loop.
 
+Note [With the next step]
+  An evaluation after step K needs the weights that the window of step K + 1 begins with. Where
+  nothing needs its numbers before, its batches are taken at once, because that may draw numbers,
+  and pass the blocks with that window: the evaluation reads no byte. Trainer's `evaluate` follows
+  in the first `training_step` of step K + 1, while the trainer's state is still that of step K.
+
 Written against transformers 5.23, accelerate 1.15 and TRL 1.16.
 """
 
@@ -20,7 +26,7 @@ import contextvars
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,7 +44,7 @@ _MOST_RESULTS_NBYTES = 1 << 29  # Of a window, where logits are asked for.
 _METRICS = ("_metrics", "_stored_metrics")  # What `prediction_step` of TRL's trainers changes.
 
 # Whether the batch of the running `prediction_step` is the last one of its dataloader.
-_is_last: contextvars.ContextVar[bool] = contextvars.ContextVar("is_last")
+_is_last: contextvars.ContextVar[bool | None] = contextvars.ContextVar("is_last", default=None)
 
 
 class EvaluationSweeps:
@@ -55,15 +61,20 @@ class EvaluationSweeps:
         sweep: Callable[[Sequence[Callable[[], Any]]], list[Any]],
         *,
         is_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> None:
         self._loader = loader
         self._trainer = trainer
         self._sweep = sweep
         self._is_loss_only = is_loss_only
+        self.ignore_keys = ignore_keys
         # Logits wait until they are asked for. The first window shows their size.
         self._most = MOST_BATCHES if is_loss_only else 1
-        self._window: deque[tuple[Any, bool]] = deque()  # With whether each is the last one.
+        self._taken: list[tuple[Any, bool]] | None = None  # With whether each is the last one.
+        self._window: deque[tuple[Any, bool]] = deque()
         self._results: deque[Any] = deque()
+        self._drawn: list[bool] = []  # Whether a batch of the window has drawn random numbers.
+        self.fits = False  # Into one sweep, as `take_all` has found.
         self.cause: str | None = None  # Why the rest goes batch by batch.
 
     def __len__(self) -> int:
@@ -73,21 +84,27 @@ class EvaluationSweeps:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
-        while window := self._take(batches):
-            self._window, self._results = deque(window), deque()
-            for batch, is_last in window:
-                self._set_end(is_last)
-                yield batch
+        taken = self._taken
+        pairs = iter(taken) if taken is not None else self._pairs()
+        with nullcontext() if taken is None else self._active(is_last=False):
+            while window := self._next_window(pairs):
+                self._window = deque(window)
+                for batch, is_last in window:
+                    self._set_end(is_last)
+                    yield batch
 
-    def _take(self, batches: Iterator[Any]) -> list[tuple[Any, bool]]:
+    def _pairs(self) -> Iterator[tuple[Any, bool]]:
+        for batch in self._loader:
+            yield batch, self._is_active() and bool(self._loader.end_of_dataloader)
+
+    def _next_window(self, pairs: Iterator[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
         window: list[tuple[Any, bool]] = []
         most, left = self._most, engine_of(self._trainer.model).sweep_tokens
-        for batch in batches:
-            window.append((batch, self._is_at_end()))
+        for batch, is_last in pairs:
+            window.append((batch, is_last))
             left -= num_tokens(batch)
             # After the last batch, a loader of accelerate is no longer the active one.
-            if window[-1][1] or self.cause or len(window) == most or left < num_tokens(batch):
+            if is_last or self.cause or len(window) == most or left < num_tokens(batch):
                 break
         return window
 
@@ -95,77 +112,117 @@ class EvaluationSweeps:
         """Returns what `step(inputs)` does: `prediction_step` of one batch."""
         if not self._window or inputs is not self._window[0][0]:
             return step(inputs)
-        if not self._results and len(self._window) > 1 and self.cause is None:
-            self._results.extend(self._run(step))
+        if not self._results and self.cause is None:
+            self._trainer.begin_evaluated([batch for batch, _ in self._window])
+            with self.kept(), self._gathering():
+                self._results.extend(self._sweep(self.calls(step)))
         self._window.popleft()
-        if self._results:
-            return self._results.popleft()
-        result = step(inputs)
+        result = self._results.popleft() if self._results else step(inputs)
         if not self._is_loss_only:
             tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self._most = min(MOST_BATCHES, max(1, _MOST_RESULTS_NBYTES // max(1, nbytes)))
         return result
 
-    def _run(self, step: Callable[[Any], Any]) -> list[Any]:
-        """Returns the results of the window; an empty list if it is to be evaluated batch by
-        batch."""
-        trainer, engine = self._trainer, engine_of(self._trainer.model)
-        random = Random(next(trainer.model.parameters()).device)
-        drawn: list[bool] = []
+    def calls(self, step: Callable[[Any], Any]) -> list[Callable[[], Any]]:
+        """Returns the calls of a window."""
+        random = Random(next(self._trainer.model.parameters()).device)
 
         def call(batch: Any, is_last: bool) -> Any:
             before, token = random.state(), _is_last.set(is_last)
             result = step(batch)
             _is_last.reset(token)
-            drawn.append(not is_alike(random.state(), before))
+            self._drawn.append(not is_alike(random.state(), before))
             return result
 
-        kept = {name: vars(trainer)[name] for name in _METRICS if name in vars(trainer)}
-        metrics, state = copy.deepcopy(kept), random.state()
+        return [partial(call, *pair) for pair in self._window]
+
+    @contextmanager
+    def kept(self, *, is_own: bool = True) -> Iterator[None]:
+        """Runs a sweep of the window. Forgets what it has left if it is to be evaluated batch by
+        batch. `is_own`: nothing else is in the sweep."""
+        trainer, engine = self._trainer, engine_of(self._trainer.model)
+        random = Random(next(trainer.model.parameters()).device)
+        tables = [vars(trainer)[name] for name in _METRICS if name in vars(trainer)]
+        tables = [table for table in tables if isinstance(table, dict)]
+        metrics, state = [copy.deepcopy(table.get("eval")) for table in tables], random.state()
+        self._drawn.clear()
         cause = None
         try:
-            with self._each_ends_as_its_own():
-                results = self._sweep([partial(call, *pair) for pair in self._window])
+            yield
         except UnsupportedError as error:
-            if engine.num_ranks > 1:  # The others may be in the middle of the sweep.
+            if engine.num_ranks > 1 or not is_own:  # Others may be in the middle of the sweep.
                 raise
             cause = str(error)
-        if any(drawn):
+        if any(self._drawn):
             cause = "it draws random numbers, which would be others"
         causes = gather_object([cause]) if engine.num_ranks > 1 else [cause]
         self.cause = next(filter(None, causes), None)
-        if self.cause is None:
-            return results
-        vars(trainer).update(metrics)
-        random.set(state)
-        return []
+        if self.cause is not None:
+            self._results.clear()
+            for table, before in zip(tables, metrics, strict=True):
+                table["eval"] = before
+                if before is None:
+                    del table["eval"]
+            if is_own:
+                random.set(state)
+
+    # -- With the next step ------------------------------------------------------------------------
+
+    def take_all(self) -> bool:
+        """Takes all batches. Returns whether they pass in one sweep, on every rank."""
+        self._taken = list(self._pairs())
+        self._window = deque(self._next_window(iter(self._taken)))
+        self.fits = len(self._window) == len(self._taken)
+        if engine_of(self._trainer.model).num_ranks > 1:
+            self.fits = all(gather_object([self.fits]))
+        return self.fits
+
+    @contextmanager
+    def riding(self, step: Callable[[Any], Any]) -> Iterator[list[Callable[[], Any]]]:
+        """Yields the calls of the batches that were taken, for a sweep that trains; the block puts
+        their results in the place of the calls."""
+        calls = self.calls(step)
+        with self.kept(is_own=False), self._gathering():
+            yield calls
+            self._results.extend(calls)
 
     # -- The end of a dataloader, where accelerate leaves out what it has added to the last batch --
 
-    def _active(self) -> Any:
-        active = self._trainer.accelerator.gradient_state.active_dataloader
-        return active if active is self._loader else None
-
-    def _is_at_end(self) -> bool:
-        active = self._active()
-        return active is not None and bool(active.end_of_dataloader)
+    def _is_active(self) -> bool:
+        return self._trainer.accelerator.gradient_state.active_dataloader is self._loader
 
     def _set_end(self, is_last: bool) -> None:
-        active = self._active()
-        if active is not None:
-            active.end_of_dataloader = is_last
+        if self._is_active():
+            self._loader.end_of_dataloader = is_last
 
     @contextmanager
-    def _each_ends_as_its_own(self) -> Iterator[None]:
+    def _active(self, *, is_last: bool) -> Iterator[None]:
+        """Makes the loader the one that accelerate looks at."""
+        is_begun = not self._is_active() and hasattr(self._loader, "begin")
+        if is_begun:
+            self._loader.begin()
+        try:
+            self._set_end(is_last)
+            yield
+        finally:
+            self._set_end(False)
+            if is_begun:
+                self._loader.end()
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
         """Lets a loss that gathers metrics in a sweep find the end of the dataloader as in the
         plain loop: behind the last batch alone."""
         accelerator = self._trainer.accelerator
         gather = accelerator.gather_for_metrics
 
         def gather_for_metrics(*args: Any, **options: Any) -> Any:
-            self._set_end(_is_last.get())
-            return gather(*args, **options)
+            is_last = _is_last.get()
+            if is_last is None:  # Of a step.
+                return gather(*args, **options)
+            with self._active(is_last=is_last):
+                return gather(*args, **options)
 
         accelerator.gather_for_metrics = gather_for_metrics
         try:

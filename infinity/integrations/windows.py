@@ -14,6 +14,7 @@ accelerate 1.15 and TRL 1.16.
 from __future__ import annotations
 
 import contextvars
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,12 +24,13 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy, has_length
 
 import infinity
 from infinity.engine.registry import engine_of
 from infinity.engine.together import loop_of
 from infinity.errors import UnsupportedError
-from infinity.integrations.evaluation import EvaluationSweeps
+from infinity.integrations.evaluation import MOST_BATCHES, EvaluationSweeps
 from infinity.modules.accumulate.purity import describe, is_trusted, own_code, own_method
 from infinity.modules.accumulate.trial import Trial, why_differs, why_forwards_differ
 
@@ -59,8 +61,20 @@ _EVENTS_BETWEEN_RUNS = frozenset({
     "on_save", "on_train_begin", "on_train_end",
 })  # fmt: skip
 _EVENTS_BETWEEN_BATCHES = frozenset(
-    name for name in ("__init__", *dir(TrainerCallback)) if name != "on_prediction_step"
+    name
+    for name in ("__init__", *vars(TrainerCallback))
+    if name == "__init__" or (name.startswith("on_") and name != "on_prediction_step")
 )
+# Events and methods that neither lie between an evaluation and the next window, nor look at its
+# numbers.
+_EVENTS_APART = _EVENTS_BETWEEN_BATCHES - {
+    "on_epoch_begin", "on_epoch_end", "on_evaluate", "on_log", "on_step_begin"
+}  # fmt: skip
+_METHODS_APART = _OUTSIDE_STEPS - {
+    "evaluate", "evaluation_loop", "get_eval_dataloader", "log", "predict", "prediction_step"
+}  # fmt: skip
+_SHOWS_EVALUATIONS = ("NotebookProgressCallback", "ProgressCallback", "RichProgressCallback")
+_FOLLOWS_EVALUATIONS = ("GreedyLR", "ReduceLROnPlateau")  # Schedulers.
 
 # PEFT methods that give keys and values to the blocks as a cache.
 _CACHING_ADAPTERS = ("PREFIX_TUNING", "CARTRIDGE")
@@ -130,6 +144,26 @@ def why_unknown(trainer: Any, harmless_events: frozenset[str]) -> str | None:
     return f"{found}, which may mix micro-batches unseen (layer_major=True says that it does not)"
 
 
+def _is_needed_now(trainer: Any) -> bool:
+    """Whether something may need the numbers of an evaluation, or change what it finds, before the
+    window of the next step."""
+    args, control, state = trainer.args, trainer.control, trainer.state
+    is_end = control.should_training_stop or control.should_epoch_stop
+    if is_end or control.should_save or state.global_step >= state.max_steps:
+        return True
+    decides = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+    follows = type(trainer.lr_scheduler).__name__ in _FOLLOWS_EVALUATIONS
+    is_own = trainer.compute_metrics is not None or own_method(type(trainer), _METHODS_APART)
+    if decides or follows or is_own or isinstance(trainer.eval_dataset, dict):
+        return True
+    for callback in trainer.callback_handler.callbacks:
+        kind: Any = type(callback)
+        looks = kind.on_evaluate is not TrainerCallback.on_evaluate
+        if (looks and kind.__name__ not in _SHOWS_EVALUATIONS) or own_method(kind, _EVENTS_APART):
+            return True
+    return False
+
+
 def _overrides(trainer: Any, method: str) -> str | None:
     """Returns who gave the trainer a method that is not one of the known ones, or None."""
     if method in vars(trainer):
@@ -175,6 +209,7 @@ class LayerMajorSteps:
 
     model: Any
     args: Any
+    control: Any
     accelerator: Any
     precompute_ref_logps: bool
     is_layer_major = False
@@ -188,6 +223,8 @@ class LayerMajorSteps:
     _evaluation: EvaluationSweeps | None = None  # That is running.
     _why_unswept: str | None = None  # What an evaluation has shown.
     _said_unswept: str | None = None
+    _has_swept = False  # An evaluation.
+    _due: EvaluationSweeps | None = None  # An evaluation whose batches are taken.
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """Keeps the window that begins. Its gradients are complete at its first `training_step`."""
@@ -199,6 +236,8 @@ class LayerMajorSteps:
             self._begin_trial(len(found[0]))
         self._window = found[0] if is_worth_it and self.is_asked_for else ()
         self._losses = ()
+        if self._due is not None and len(self._window) < 2:  # A single one has freedoms.
+            self._settle_evaluation()
         return found
 
     def _begin_trial(self, count: int) -> None:
@@ -277,13 +316,25 @@ class LayerMajorSteps:
         forwards = [partial(forward, index) for index in range(len(batches))]
         count = self.most_together or len(forwards)
         with self._in_window():
-            for start in range(0, len(forwards), count):
+            if self._due is None:
+                self._run(forwards[:count])
+            else:
+                with self._due.riding(self._predict_beside()) as calls:
+                    calls[:] = self._run(forwards[:count], calls)
+            for start in range(count, len(forwards), count):
                 self._run(forwards[start : start + count])
+        if self._due is not None:
+            self._settle_evaluation()
+            self.model.train()
         return losses
 
-    def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> None:
+    def _run(
+        self,
+        forwards: Sequence[Callable[[], torch.Tensor]],
+        calls: Sequence[Callable[[], Any]] = (),
+    ) -> list[Any]:
         try:
-            engine_of(self.model).sweep(forwards)
+            return engine_of(self.model).sweep(forwards, calls)[1]
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{error}. In a Trainer, use prepare_trainer(trainer, layer_major=False)"
@@ -323,13 +374,16 @@ class LayerMajorSteps:
         is_loss_only = self.args.prediction_loss_only
         if prediction_loss_only is not None:
             is_loss_only = prediction_loss_only
-        cause = self._why_unswept or why_unswept(self)
+        due, self._due = self._due, None
+        cause = self._why_unswept or why_unswept(self) if due is None else None
         if cause is None and not is_loss_only and ignore_keys is not None:
             cause = "ignore_keys may ask for caches of keys and values"
         if cause is None:
-            dataloader = self._evaluation = EvaluationSweeps(
-                dataloader, self, self._sweep_calls, is_loss_only=is_loss_only
-            )
+            if due is None:
+                due = EvaluationSweeps(
+                    dataloader, self, self._sweep_calls, is_loss_only=is_loss_only
+                )
+            dataloader = self._evaluation = due
         try:
             return loop(
                 dataloader, description, prediction_loss_only, ignore_keys, *args, **options
@@ -337,6 +391,7 @@ class LayerMajorSteps:
         finally:
             if self._evaluation is not None:
                 cause = self._why_unswept = self._evaluation.cause
+                self._has_swept = cause is None
                 self._evaluation = None
             if cause is not None and cause != self._said_unswept:
                 self._said_unswept = cause
@@ -345,9 +400,71 @@ class LayerMajorSteps:
                     "again: %s", type(self).__name__, cause,
                 )  # fmt: skip
 
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, epoch: Any, ignore_keys: Any,
+        *args: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        """Overrides Trainer's: an evaluation may pass with the window of the next step."""
+        if trial is None:
+            self._take_evaluation(ignore_keys)
+        super()._maybe_log_save_evaluate(  # type: ignore[misc]
+            tr_loss, grad_norm, model, trial, epoch, ignore_keys, *args, **options
+        )
+
+    def _take_evaluation(self, ignore_keys: list[str] | None) -> None:
+        """Takes the batches of an evaluation that Trainer asks for, if they can pass with the next
+        window (`evaluation.py`)."""
+        control, count = self.control, self.args.gradient_accumulation_steps
+        if self._due is not None and not self._due.fits:  # Trainer evaluates now.
+            return
+        if self._due is not None and (control.should_evaluate or control.should_save):
+            self._settle_evaluation()
+        is_shared = min(count, self.most_together or count) > 1
+        may_wait = is_shared and self._is_worth_it() and self.is_asked_for and self._has_swept
+        if not (control.should_evaluate and may_wait) or _is_needed_now(self):
+            return
+        loader = self.get_eval_dataloader()  # type: ignore[attr-defined]
+        if not has_length(loader) or len(loader) > MOST_BATCHES or why_unswept(self) is not None:
+            return
+        due = self._due = EvaluationSweeps(
+            loader, self, self._sweep_calls, is_loss_only=True, ignore_keys=ignore_keys
+        )
+        control.should_evaluate = not due.take_all()
+
+    def _settle_evaluation(self) -> None:
+        """Ends the evaluation whose batches were taken; it runs now if it has not passed yet."""
+        assert self._due is not None
+        metrics = self._evaluate(None, self._due.ignore_keys)  # type: ignore[attr-defined]
+        self._determine_best_metric(metrics=metrics, trial=None)  # type: ignore[attr-defined]
+
+    def _predict_beside(self) -> Callable[[Any], Any]:
+        """Returns the `prediction_step` of a batch that passes with a window: in the modes of an
+        evaluation, and with what the trainer has counted before the window."""
+        assert self._due is not None
+        before, ignore_keys = copy.copy(self), self._due.ignore_keys
+
+        def step(batch: Any) -> Any:
+            self.model.eval()
+            try:
+                predict = super(LayerMajorSteps, before).prediction_step  # type: ignore[misc]
+                return predict(before.model, batch, True, ignore_keys=ignore_keys)
+            finally:
+                self.model.train()
+
+        return step
+
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        """Overrides Trainer's: no window may have come after an evaluation that was to pass."""
+        if self._due is not None:
+            self._settle_evaluation()
+        return super()._finalize_training(*args, **options)  # type: ignore[misc]
+
     def _sweep_calls(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         with self._in_window():
             return engine_of(self.model).sweep([], calls)[1]
+
+    def begin_evaluated(self, batches: Sequence[Any]) -> None:
+        """Called before the batches of an evaluation pass the blocks together."""
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Overrides Trainer's: the first batch of a window runs all of them."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 import infinity
 from infinity.integrations.hf import prepare_trainer
@@ -149,15 +149,9 @@ def test_predictions_and_metrics_are_those_of_a_plain_trainer(
     assert (found[1].label_ids == expected[1].label_ids).all()
 
 
-class Reads(TrainerCallback):
-    """The bytes read up to each evaluation's start, and to its end."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def nbytes(self) -> float:
-        found: float = self.engine.counters.snapshot().get("nvme_read_nbytes", 0)
-        return found
+def read_nbytes(engine: Any) -> float:
+    found: float = engine.counters.snapshot().get("nvme_read_nbytes", 0)
+    return found
 
 
 def test_an_evaluation_reads_the_base_once_for_all_batches(
@@ -169,7 +163,6 @@ def test_an_evaluation_reads_the_base_once_for_all_batches(
     config["placement"] = {"parameters": ["nvme"]}
     read = {}
     with infinity.engine_of(infinity.offload(llama(), config)) as engine:
-        counts = Reads(engine)
         trainer = make_trainer(
             Trainer, engine.model, tmp_path / "out", per_device_eval_batch_size=2
         )
@@ -178,8 +171,84 @@ def test_an_evaluation_reads_the_base_once_for_all_batches(
             if how == "plain":
                 trainer._why_unswept = "a test"
             for _ in range(2):
-                before = counts.nbytes()
+                before = read_nbytes(engine)
                 trainer.evaluate(Tokens(16, 2))
-                read[how] = counts.nbytes() - before
+                read[how] = read_nbytes(engine) - before
     assert 0.7 * base <= read["swept"] <= 1.05 * base, (read, base)
     assert read["plain"] >= 7 * read["swept"], (read, base)
+
+
+def windows_of(trainer: Any) -> list[tuple[int, int]]:
+    """Prepares a trainer. Returns (micro-batches, evaluated batches) of each sweep to come."""
+    found: list[tuple[int, int]] = []
+    prepare_trainer(trainer)
+    engine = infinity.engine_of(trainer.model)
+    sweep = engine.sweep
+
+    def counting(losses: Any, calls: Any = ()) -> Any:
+        found.append((len(losses), len(calls)))
+        return sweep(losses, calls)
+
+    engine.sweep = counting  # type: ignore[method-assign]
+    return found
+
+
+def rows(trainer: Any) -> list[dict[str, Any]]:
+    timed = ("time", "runtime", "per_second", "flos")
+    return [
+        {k: v for k, v in row.items() if not any(word in k for word in timed)}
+        for row in trainer.state.log_history
+    ]
+
+
+def quiet(cls: Any, model: Any, directory: Path, **options: Any) -> Any:
+    """Without the journal, which sees in which order events come."""
+    trainer = make_trainer(cls, model, directory, **options)
+    trainer.callback_handler.callbacks = [
+        callback
+        for callback in trainer.callback_handler.callbacks
+        if type(callback).__module__.startswith("transformers")
+    ]
+    return trainer
+
+
+@pytest.mark.parametrize("make", [gpt2_without_dropout, mixtral_lora])
+@pytest.mark.parametrize("options", [{}, {"eval_strategy": "epoch"}, {"save_strategy": "steps"}])
+def test_an_evaluation_that_passes_with_the_next_step_is_that_of_a_plain_trainer(
+    make: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Logs, of the step that it follows and in their order, and weights. What a save needs comes
+    before it; the last window of an epoch has one micro-batch."""
+    options = {"save_steps": 4, "eval_steps": 1, "num_train_epochs": 3} | options
+    plain = quiet(Trainer, make(), tmp_path / "plain", **options)
+    plain.train()
+    with infinity.engine_of(infinity.offload(make(), swap(tmp_path))) as engine:
+        mine = quiet(Trainer, engine.model, tmp_path / "mine", **options)
+        counts = windows_of(mine)
+        mine.train()
+        assert rows(mine) == rows(plain)
+        for name, parameter in plain.model.named_parameters():
+            assert torch.equal(engine.read_parameter(name), parameter), name
+    assert sum("eval_loss" in row for row in rows(mine)) == (
+        3 if "eval_strategy" in options else 12
+    )
+    assert (3, 3) in counts and (0, 3) in counts, counts
+
+
+def test_an_evaluation_with_the_next_step_reads_no_byte(tmp_path: Path) -> None:
+    """As counted by the engine. Of ten evaluations, the first and the last one read the base."""
+    base = sum(p.numel() * 4 for n, p in llama().named_parameters() if "layers" in n)
+    read = {}
+    for strategy in ("no", "steps"):
+        config = swap(tmp_path, capacity="2800KiB") | {"schedule": {"prefetch": False}}
+        config["placement"] = {"parameters": ["nvme"]}
+        with infinity.engine_of(infinity.offload(llama(), config)) as engine:
+            trainer = quiet(
+                Trainer, engine.model, tmp_path / "out", eval_strategy=strategy, eval_steps=1,
+                gradient_accumulation_steps=2, num_train_epochs=2,
+            )  # fmt: skip
+            counts = windows_of(trainer)
+            trainer.train()
+            assert counts.count((2, 3)) == (0 if strategy == "no" else 8), counts
+            read[strategy] = read_nbytes(engine)
+    assert 1.5 * base <= read["steps"] - read["no"] <= 2.2 * base, (read, base)

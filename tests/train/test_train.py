@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
+from infinity.engine.engine import Engine
+from infinity.errors import (
+    ConfigError,
+    CorruptionError,
+    InfinityError,
+    NonFiniteError,
+    StorageError,
+)
 from infinity.tools.training import program
 from infinity.tools.training.trainer import MOST_SKIPPED, RunTrainer
 
@@ -139,6 +147,55 @@ def test_micro_batches_run_by_layers_are_plain_accumulation(table):
     table["train"].update(batch_size=5)
     with pytest.raises(ConfigError, match="expected a divisor of train.batch_size=5; got 2"):
         run(table)
+
+
+def test_evaluations_pass_with_the_next_step_unless_something_needs_them_before(
+    table, monkeypatch
+) -> None:
+    """`keep_best` and a checkpoint do: the numbers are the same."""
+    passed: list[tuple[int, int]] = []
+    sweep = Engine.sweep
+
+    def counting(engine: Engine, losses: Any, calls: Any = ()) -> Any:
+        passed.append((len(losses), len(calls)))
+        return sweep(engine, losses, calls)
+
+    monkeypatch.setattr(Engine, "sweep", counting)
+    table["model"]["config"]["tie_word_embeddings"] = False
+    table["train"] |= {"batch_size": 4, "steps": 6, "eval_every": 1, "eval_batches": 2}
+    table["schedule"] = {"micro_batch": 2}
+    table["checkpoint"] = {"every": 4}
+    found = []
+    for keeps_best in (False, True):
+        table["train"]["keep_best"] = keeps_best
+        passed.clear()
+        summary, _ = run(table)
+        own = passed.count((0, 4))
+        assert (passed.count((2, 4)), own) == ((0, 6) if keeps_best else (3, 3)), passed
+        found.append(
+            [(line["step"], line["loss"], line["held_out_loss"]) for line in metrics(table)]
+        )
+        assert [loss for _, _, loss in found[-1]] == [e["loss"] for e in summary["held_out_losses"]]
+        shutil.rmtree(table["output"]["directory"])
+    assert found[0] == found[1] and [step for step, _, _ in found[0]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_step_before_one_that_fails_has_its_line(table, monkeypatch) -> None:
+    """Also where its evaluation was to pass with the one that fails."""
+    table["train"] |= {"batch_size": 4, "steps": 6, "eval_every": 1, "eval_batches": 2}
+    table["schedule"] = {"micro_batch": 2}
+    sweep = Engine.sweep
+
+    def failing(engine: Engine, losses: Any, calls: Any = ()) -> Any:
+        if losses and calls:
+            raise InfinityError("of the test")
+        return sweep(engine, losses, calls)
+
+    monkeypatch.setattr(Engine, "sweep", failing)
+    with pytest.raises(InfinityError, match="of the test"):
+        run(table)
+    lines = [(line["step"], line["held_out_loss"] is None) for line in metrics(table)]
+    assert lines == [(1, False), (2, True)]
 
 
 def test_every_step_has_its_line_and_the_summary_adds_them_up(table):

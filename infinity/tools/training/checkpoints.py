@@ -224,6 +224,14 @@ class RunCheckpoints:
         checkpoint = self._config.checkpoint
         return checkpoint is not None and checkpoint.durability == "step"
 
+    def is_due(self, step: int) -> bool:
+        """Whether the step is saved or committed."""
+        return self.commits_steps or self._is_saved(step)
+
+    def _is_saved(self, step: int) -> bool:
+        every = self._config.checkpoint.every if self._config.checkpoint is not None else 0
+        return bool(every) and step % every == 0
+
     def clear_way(self) -> None:
         """Moves damaged checkpoints after the resumed one out of the way, as `plan_resume` allows,
         and removes what a crash has left."""
@@ -291,8 +299,7 @@ class RunCheckpoints:
     def _after_step(self, step: int, interrupt: Interrupt) -> None:
         if self._saving is not None and self._saving.done():
             self._note_saved(self._saving)
-        checkpoint = self._config.checkpoint
-        if checkpoint and checkpoint.every and step % checkpoint.every == 0:
+        if self._is_saved(step):
             self.save(step, interrupt)
         elif self.commits_steps:
             with self._summary.phase("commit_s"):

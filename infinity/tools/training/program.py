@@ -304,6 +304,7 @@ class Run:
                 self._wait_for_all("the export")
             raise
         finally:
+            self._trainer.report_unevaluated()
             self._reporter.end_of_steps()
         if interrupt.received is not None:
             self.summary.interrupted_by = interrupt.received.name
@@ -399,6 +400,25 @@ class Run:
         """Called after evaluation and trackers. Writes the metrics and what is to be kept of the
         step. Returns whether the run ends."""
         assert self._interrupt is not None and self._config.train is not None
+        self.report_step(step)
+        if is_best and self._config.train.keep_best:
+            if self._job.rank.is_first:
+                self._products.keep_best()
+            self._wait_for_all("the best weights")
+            self.summary.best_step = step.number
+        if step.held_out_loss is not None and self.summary.is_on_plateau:
+            self._notices.send("plateau", "the held-out loss falls no more")
+        self.checkpoints.after_step(step.number, self._interrupt)
+        return self._is_stopped(self._interrupt)
+
+    def is_followed(self, step: int) -> bool:
+        """Whether what follows this step, before the next one, needs its evaluation."""
+        assert self._interrupt is not None and self._config.train is not None
+        is_kept = self._config.train.keep_best or self.checkpoints.is_due(step)
+        return is_kept or self._is_stopped(self._interrupt)
+
+    def report_step(self, step: Step) -> None:
+        """Writes the metrics of the step."""
         self._line |= {"adapter": self._name} if self._name else {}
         self._line |= {
             "held_out_loss": step.held_out_loss,
@@ -409,15 +429,6 @@ class Run:
         self.summary.add(self._line)
         self._products.restore()
         self._reporter.step(self._line, self.summary.left_s)
-        if is_best and self._config.train.keep_best:
-            if self._job.rank.is_first:
-                self._products.keep_best()
-            self._wait_for_all("the best weights")
-            self.summary.best_step = step.number
-        if step.held_out_loss is not None and self.summary.is_on_plateau:
-            self._notices.send("plateau", "the held-out loss falls no more")
-        self.checkpoints.after_step(step.number, self._interrupt)
-        return self._is_stopped(self._interrupt)
 
 
 def train(

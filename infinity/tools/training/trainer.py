@@ -14,7 +14,7 @@ import dataclasses
 import importlib.util
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,11 @@ class Step:
     losses: list[float] = dataclasses.field(default_factory=list)
     total: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
     spoilt: tuple[Any, Any] | None = None
+    before: Step | None = None  # The step before, whose evaluation may still come.
+
+    def last_ended(self) -> Step:
+        """Returns this step, or the one before while this one is made."""
+        return self if self.number or self.before is None else self.before
 
 
 def parameter_groups(
@@ -457,7 +462,8 @@ class RunTrainer(OffloadedTrainer):
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """Begins a step, and makes its batches, of which a teacher says what it knows."""
-        self._now = Step()
+        self._now.before = None
+        self._now = Step(before=self._now)
         self.job_run.begin_step()
         found = super().get_batch_samples(*args, **options)
         if self.teacher is not None:
@@ -557,14 +563,42 @@ class RunTrainer(OffloadedTrainer):
         is_last, now = step >= self.state.max_steps, self._now
         self.control.should_log |= is_last
         self.control.should_evaluate |= is_last and self.args.eval_strategy != "no"
+        self._take_evaluation(None)
         now.number, now.epoch = step, self.state.epoch
         now.num_tokens *= self._rank.count
         now.numbers = self.job_run.end_step(now, is_evaluated=bool(self.control.should_evaluate))
         best = self.state.best_metric
-        super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(*args, **options)
+        if self._due is None:
+            self._end_step(now, best)
+
+    def _end_step(self, now: Step, best: float | None) -> None:
         is_best = self.state.best_metric != best
         if self.job_run.after_step(now, is_best=is_best):
             self.control.should_training_stop = True
+
+    def _take_evaluation(self, ignore_keys: list[str] | None) -> None:
+        may_wait = self.control.should_evaluate and self.teacher is None
+        if may_wait and not self.job_run.is_followed(self.state.global_step):
+            super()._take_evaluation(ignore_keys)
+
+    def begin_evaluated(self, batches: Sequence[Any]) -> None:
+        """Lets a teacher say what it knows of all of them at once."""
+        if self.teacher is not None:
+            self.teacher.listen(batches)
+
+    def _settle_evaluation(self) -> None:
+        """Ends the step whose evaluation has passed with the window of the next one."""
+        now, best = self._now, self.state.best_metric
+        self._now = ended = now.last_ended()
+        super()._settle_evaluation()
+        self._now = now
+        self._end_step(ended, best)
+
+    def report_unevaluated(self) -> None:
+        """Reports the step whose evaluation was to pass with a step that has failed."""
+        if vars(self).pop("_due", None) is not None:
+            self.job_run.report_step(self._now.last_ended())
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Evaluates, and notes the loss for the run."""
