@@ -18,19 +18,18 @@ from typing import Any
 
 import torch
 
-from infinity.bounded import read_json, table_of
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import (
     find_files,
     has_weights,
-    with_declared,
+    read_config,
 )
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
 from infinity.codecs.grouped import GroupedScheme, MlxScheme
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
-from infinity.plan.files import shapes_remedy
+from infinity.plan.files import refuse_no_model
 from infinity.plan.frozen_base import (
     PartKey,
     Place,
@@ -83,18 +82,19 @@ def read_directory(directory: Path, *, trusts_code: bool = False) -> ModelDirect
     block that no file has; CorruptionError for a damaged header.
     """
     where = str(directory / "config.json")
-    table = _table(directory / "config.json")
+    refuse_no_model(directory)
+    table = read_config(directory)
     require_transformers("infinity plan of a directory")
     hf_config = config_of_directory(directory, trusts_code=trusts_code)
     name = f"{hf_config.get_text_config().model_type} in {directory.name or directory}"
     shape = shape_of_config(hf_config, name, where, trusts_code=trusts_code)
     files = tuple(sorted(find_files(directory))) if has_weights(directory) else ()
     if not files:
-        shape = replace(shape, stored=published_format(with_declared(directory, table), where))
+        shape = replace(shape, stored=published_format(table, where))
         stored = stored_of_shape(shape)
         formats = f"{stored.formats}; by config.json, not downloaded"
         return ModelDirectory(directory, shape, replace(stored, formats=formats), ())
-    quantization = quantization_of(with_declared(directory, table), str(directory))
+    quantization = quantization_of(table, str(directory))
     if quantization is not None:
         scheme_of(quantization, str(directory))  # Refuses formats without a codec.
     headers = _ModelHeaders(shape)
@@ -104,18 +104,6 @@ def read_directory(directory: Path, *, trusts_code: bool = False) -> ModelDirect
                 headers.add(info, str(file))
     said = "not quantised" if quantization is None else method_of(quantization) or "quantised"
     return ModelDirectory(directory, shape, headers.stored(directory, said), files)
-
-
-def _table(file: Path) -> dict[str, Any]:
-    try:
-        return table_of(read_json(file), file.name)
-    except OSError as error:
-        raise ConfigError(
-            f"{file}: {error.strerror}; expected the directory of a downloaded model"
-            + shapes_remedy(str(file.parent))
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{file}: {error}") from None
 
 
 @dataclass(slots=True)
