@@ -166,21 +166,20 @@ def sections_in(
 def suggest(table: str, key: str, keys: KnownKeys) -> str:
     """Returns the key that `key`, unknown in `table`, most likely means.
 
-    Tried in this order: a close key of the same table, a table that has a key of exactly this name,
-        other
-    tools' names, a close key of any table, the keys of the table.
+    Tried in this order: a close key of the same table, other tools' names, a table that has a key
+    of exactly this name, a close key of any table, the keys of the table.
     """
     here = sorted(keys.get(table, {}))
     lower = key.lower().replace("-", "_")
     close = nearest(key, here, cutoff=0.7)
-    homes = [written(other) for other in keys if other != table and lower in keys[other]]
+    homes = [written(t) for t in keys if t not in (table, "adapters[]") and lower in keys[t]]
+    belongs = [f'"{lower}" belongs to {_either(homes)}'] if homes else []
     if close is not None:
-        also = f'; "{lower}" belongs to {_either(homes)}' if homes else ""
-        return f'did you mean "{close}"?{also}'
-    if homes:
-        return f'"{lower}" belongs to {_either(homes)}'
+        return "; ".join([f'did you mean "{close}"?', *belongs])
     if lower in _OTHER_NAMES:
-        return f"did you mean {_OTHER_NAMES[lower]}?"
+        return "; ".join([f"did you mean {_OTHER_NAMES[lower]}?", *belongs])
+    if belongs:
+        return belongs[0]
     if near := nearest(key, here):
         return f'did you mean "{near}"?'
     names = sorted({name for table_keys in keys.values() for name in table_keys})
