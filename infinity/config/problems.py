@@ -172,7 +172,7 @@ def suggest(table: str, key: str, keys: KnownKeys) -> str:
     here = sorted(keys.get(table, {}))
     lower = key.lower().replace("-", "_")
     close = nearest(key, here, cutoff=0.7)
-    homes = [written(t) for t in keys if t not in (table, "adapters[]") and lower in keys[t]]
+    homes = [written(other) for other in keys if other != table and lower in keys[other]]
     belongs = [f'"{lower}" belongs to {_either(homes)}'] if homes else []
     if close is not None:
         return "; ".join([f'did you mean "{close}"?', *belongs])
@@ -193,6 +193,7 @@ def written(table: str) -> str:
     """A table as a file writes its header: "tiers.nvme[]" -> "[[tiers.nvme]]"."""
     if not table:
         return "the top level"
+    table = table.replace("adapters[]", "adapter[]")  # The key of several has another name here.
     return f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]"
 
 

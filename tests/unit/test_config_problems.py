@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.config import InvalidConfigError, SwapConfig
-from infinity.config.problems import dotted, known_keys, suggest
+from infinity.config.problems import dotted, known_keys, suggest, written
 from infinity.errors import ConfigError
 from infinity.storage.native_engine import open_engine
 
@@ -191,8 +191,7 @@ def test_every_misplaced_key_is_named_with_its_table() -> None:
             for other in KEYS:
                 if name not in KEYS[other]:
                     hint = suggest(other, name, KEYS)
-                    home = f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]"
-                    assert (home if table else "the top level") in hint, (other, name, hint)
+                    assert written(table) in hint, (other, name, hint)
 
 
 def test_unknown_key_of_a_list_entry_carries_its_index() -> None:
