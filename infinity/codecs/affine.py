@@ -191,7 +191,14 @@ class AffineGroups(FusedCodec):
     @property
     @override
     def trial_shapes(self) -> tuple[Shape, ...]:
-        return ((2, 35, 3 * math.lcm(self.group, 8)),)
+        names = _LAYOUTS[self.layout]
+        if self.layout in RECORDS:
+            return ((2, 35, 512),)
+        if names.is_transposed or names.axis is not None:  # Both dimensions fill words.
+            return ((96, 3 * math.lcm(self.group, WORD_BITS)),)
+        groups = 1 if self.layout == "LLM.int8" else 3 * math.lcm(self.group, 8) // self.group
+        lead = () if self.has_zeros or self.has_order else (2,)
+        return ((*lead, 35, groups * self.group),)
 
     def encode(self, weight: torch.Tensor) -> Encoding:
         """As `Codec.encode`: the scale of a group is its largest magnitude / (2^(bits - 1) - 0.5),

@@ -39,7 +39,7 @@ _WORD = 8  # Codes that a thread may read as one.
 
 
 class FusedCodec(Codec):
-    """A codec of codes and scales. It has a Triton kernel for some of its layouts at least."""
+    """A codec of codes and scales."""
 
     @abstractmethod
     def code_layout(self, shape: Shape) -> CodeLayout:

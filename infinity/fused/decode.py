@@ -22,6 +22,7 @@ _FORMS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 # Both of the last cover whole sectors of 32 bytes, so that an output may be transposed.
 _LINE = (1, 4096)
 _TILES = {"ROWS": (4, 1024), "COLUMNS": (32, 64), "STRIDED": (32, 64)}
+_NARROW = 256  # Rows of codes that are taken one by one; HQQ stores a group in a row.
 _CONVERTS_E4M3 = (8, 9)  # The least capability of a device.
 _WORD = 8  # Codes that a thread reads as one.
 ALIGNMENT = 16  # In bytes, of what a thread stores at once.
@@ -48,6 +49,12 @@ class Record:
     high: Field = (0, 0, 1)
     minimum: int = -1
     factors: tuple[str, int] = ("", 0)
+
+    @property
+    def facts(self) -> tuple[int | str, ...]:
+        """All of it, one after the other: `in_records` of `packed_kernels.py` takes it so."""
+        of_codes = (self.numel, self.nbytes, *self.low, self.scale, *self.high)
+        return (*of_codes, self.minimum, *self.factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +135,8 @@ class CodeLayout:
         return self.bits == 4 and is_plain and not self.has_order
 
     @property
-    def has_kernel(self) -> bool:
-        """Whether the Triton kernel is for such codes."""
+    def has_words(self) -> bool:
+        """Whether the Triton kernel reads the codes as words of eight; else it takes each alone."""
         has_numbers = self.values != "INT" or self.zeros == 1 << (self.bits - 1)
         has_one_product = not self.minima and self.times == 1
         return self.values == "E4M3" or (self.has_pairs and has_numbers and has_one_product)
@@ -239,20 +246,25 @@ def launch_of(
     is_aligned: bool,
 ) -> DecodeLaunch | None:
     """Returns the launch for weights of this shape, dtype and strides; None if no kernel decodes
-    them: at least a vector, and one stride that leads from matrix to matrix. `is_aligned`: each
-    output begins at a multiple of 16 bytes."""
-    if not form.has_kernel or not shape or dtype not in _FORMS:
+    them: at least a vector, and one stride that leads from matrix to matrix; dense memory if codes
+    are stored in other rows than the weight's. `is_aligned`: each output begins at a multiple of 16
+    bytes."""
+    if not shape or dtype not in _FORMS:
         return None
-    has_blocks = form.values == "E4M3"
+    has_blocks = form.values == "E4M3" or not form.has_words
     layout = _layout(shape, stride, form.is_transposed)
+    if layout is not None and (layout.rows, layout.columns) != form.shape[-2:] and len(shape) > 1:
+        (rows, columns), is_dense = form.shape, layout.as_line().rows == 1
+        layout = _Layout(1, rows, columns, 0, columns, 1) if is_dense else None
     if layout is None:
         return None
     if not has_blocks and (layout.matrices == 1 or not form.global_scale):
         layout = layout.as_line()  # Its groups are counted over all codes.
     rows, columns = layout.rows, layout.columns
-    tile = (
-        _LINE if layout.matrices == rows == 1 and layout.order == "ROWS" else _TILES[layout.order]
-    )
+    is_narrow = not form.has_words and columns <= _NARROW
+    tile = _TILES["STRIDED" if is_narrow else layout.order]
+    if layout.matrices == rows == 1 and layout.order == "ROWS":
+        tile = _LINE
     tiles = -(-rows // tile[0]), -(-columns // tile[1])
     within = (tile[0] - 1) * max(columns, layout.row_stride) + tile[1] * layout.column_stride
     is_counted_wide = has_blocks and max(rows, columns) > _MOST_ROWS
@@ -281,13 +293,14 @@ def launch_of(
 
 def _constants_of(form: CodeLayout, rows: int, columns: int) -> dict[str, object]:
     """Returns what the kernel is compiled for, of the layout and of codes of this shape."""
-    has_blocks = form.values == "E4M3"
+    has_blocks = form.values == "E4M3" or not form.has_words
     block = [
-        length if has_blocks and length < extent else 0
+        length if has_blocks and (length < extent or not form.has_words) else 0
         for length, extent in zip(form.block, (rows, columns), strict=True)
     ]
+    packed, record = not form.has_words, form.record
     return {
-        "values": "INT4" if form.values == "INT" else form.values,
+        "values": "INT4" if form.values == "INT" and not packed else form.values,
         "scale_form": "NESTED" if form.nested_block else form.scale,
         "group": 0 if has_blocks else form.block[1],
         "nested_block": max(1, form.nested_block),
@@ -295,7 +308,16 @@ def _constants_of(form: CodeLayout, rows: int, columns: int) -> dict[str, object
         "block_rows": block[0],
         "block_columns": block[1],
         "product_form": form.product,
-        "width": _width(columns, block[1] if has_blocks else form.block[1]),
+        "packing": form.packing if packed else "",
+        "bits": form.bits,
+        "zeros": form.zeros if isinstance(form.zeros, str) else "",
+        "zero": form.zeros if isinstance(form.zeros, int) else 0,
+        "raised": form.raised - (1 << 32) * (form.raised >> 31),
+        "order_axis": (0 if form.is_transposed else 1) if form.has_order else -1,
+        "minima": form.minima,
+        "times": form.times,
+        "record": record.facts if record else (),
+        "width": 1 if packed else _width(columns, block[1] if has_blocks else form.block[1]),
     }
 
 

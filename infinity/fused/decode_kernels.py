@@ -1,8 +1,8 @@
-"""The Triton kernel that decodes stored weights of eight or four bits per code.
+"""The Triton kernel that decodes stored weights.
 
-One launch decodes many weights of one shape. One program decodes a tile of one matrix. A value is
-one product in fp32; a nested scale of NF4 is a product and a sum, rounded after each, for which the
-launch forbids contraction. docs/formats/quantized.md has the arithmetic.
+One launch decodes many weights of one shape. One program decodes a tile of one matrix. Each product
+and sum is rounded for itself, for which the launch forbids contraction. docs/formats/quantized.md
+has the arithmetic.
 
 `places` has a row of seven int64 numbers for each weight: the offset in elements of `out`, the bits
 of NF4's fp32 offset, and what is added to the addresses of the five parts.
@@ -15,7 +15,8 @@ Note [Words of codes]
   thread reads eight codes as one word, at any address (`read_at`), one scale for all of them, and
   stores their results as 16 bytes where the output allows it. A tile has one address of 64 bits;
   its elements are counted from there in 32. Where a row does not consist of whole words of one
-  scale each, a thread takes one code at a time (`width`).
+  scale each, and in other packings (`packed_kernels.py`), a thread takes one code at a time
+  (`width`).
 """
 
 import triton
@@ -27,8 +28,8 @@ from infinity.fused.number_kernels import (
     read_at,
     rounded,
     rounded_product,
-    widened,
 )
+from infinity.fused.packed_kernels import as_product, code_at, in_records, iq4_of
 
 _PLACE_WIDTH = tl.constexpr(7)
 _FIRST_PART = tl.constexpr(2)
@@ -143,6 +144,99 @@ def _scales_of_blocks(
 
 
 @triton.jit
+def _value_of_words(
+    codes, scales, table, nested, nested_map, places, matrix, first_row, first_column, row, column,
+    mask, rows, columns, grid_rows, grid_columns, values: tl.constexpr, scale_form: tl.constexpr,
+    group: tl.constexpr, nested_block: tl.constexpr, global_scale: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, width: tl.constexpr,
+    has_e4m3: tl.constexpr,
+):  # fmt: skip
+    """The values and scales (fp32) of codes that lie in words. Rows and columns are counted from
+    the first ones of the tile."""
+    before = (matrix * rows + first_row) * columns + first_column
+    within = row * columns.to(tl.int32) + column
+    code = _codes(_part(codes, places, 0), before, within, mask, width, values)
+    number = _numbers(code, table, places, values, has_e4m3)
+    scales = _part(scales, places, 1)
+    if group:
+        scale = _scales_of_groups(
+            scales, nested, nested_map, places, before, within, mask, group, nested_block,
+            scale_form,
+        )  # fmt: skip
+        if global_scale != "":  # The kernel has no table then.
+            factor = number_at(_part(table, places, 2), matrix, matrix >= 0, "F32")
+            scale = scale * factor if global_scale == "TIMES" else tl.div_rn(scale, factor)
+        scale = scale[:, :, None]
+    else:
+        scale = _scales_of_blocks(
+            scales, matrix, first_row.to(tl.int32) + row, first_column.to(tl.int32) + column, mask,
+            grid_rows, grid_columns, block_rows, block_columns, scale_form,
+        )  # fmt: skip
+    return number * scale, scale
+
+
+@triton.jit
+def _value_of_packed(
+    codes, scales, third, fourth, fifth, places, matrix, row, column, mask, rows, columns,
+    grid_rows, grid_columns, values: tl.constexpr, scale_form: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, product_form: tl.constexpr,
+    packing: tl.constexpr, bits: tl.constexpr, zeros: tl.constexpr, zero: tl.constexpr,
+    raised: tl.constexpr, order_axis: tl.constexpr, minima: tl.constexpr, times: tl.constexpr,
+    record: tl.constexpr,
+):  # fmt: skip
+    """The values (fp32) of codes of any packing. Rows and columns are int64.
+
+    zeros: their packing; "" if all are `zero`. raised: is added to words of zeros
+    order_axis: the axis, 0 or 1, whose elements name their groups; -1 for none
+    minima: what a number of each group does to the product, PLUS or MINUS; "" without
+    times: what the product is multiplied by after it was rounded
+    record: the fields of `Record` one after the other; () without
+
+    The parts after codes and scales are zeros, order and minima, if they are there.
+    """
+    line = matrix * rows + row
+    if packing == "FIELDS":
+        code, scale, minimum = in_records(
+            _part(codes, places, 0), line, column, columns, mask, block_columns, bits, record
+        )
+    else:
+        code = code_at(_part(codes, places, 0), line, column, rows, columns, mask, 0, packing, bits)
+        down, across = row // block_rows, column // block_columns
+        if order_axis >= 0:
+            order = _part(fourth if zeros != "" else third, places, 3 if zeros != "" else 2)
+            if order_axis == 0:
+                down = read_at(order, row, mask, 4).to(tl.int64)
+                down = tl.minimum(tl.maximum(down, 0), grid_rows - 1)
+            else:
+                across = read_at(order, column, mask, 4).to(tl.int64)
+                across = tl.minimum(tl.maximum(across, 0), grid_columns - 1)
+        group = (matrix * grid_rows + down) * grid_columns + across
+        scale = number_at(_part(scales, places, 1), group, mask, scale_form)
+    if values == "IQ4":
+        number = iq4_of(code)
+    elif zeros == "FLOATS":
+        of_groups = number_at(_part(third, places, 2), group, mask, scale_form)
+        number = as_product(code.to(tl.float32) - of_groups, product_form)
+    elif zeros != "":
+        stored = _part(third, places, 2)
+        of_groups = code_at(
+            stored, down, across, grid_rows, grid_columns, mask, raised, zeros, bits
+        )
+        number = (code - of_groups).to(tl.float32)
+    else:
+        number = (code - zero).to(tl.float32)
+    value = as_product(number * scale, product_form)
+    if times != 1.0:
+        value = as_product(value * times, product_form)
+    if minima != "":
+        if packing != "FIELDS":
+            minimum = number_at(_part(third, places, 2), group, mask, scale_form)
+        value = value + minimum if minima == "PLUS" else value - minimum
+        value = as_product(value, product_form)
+    return value
+
+
+@triton.jit
 def _store(
     here, bits, row, column, mask, row_stride, column_stride,
     order: tl.constexpr, width: tl.constexpr, is_wide: tl.constexpr,
@@ -168,7 +262,10 @@ def decode(
     tiles_down: tl.int32, tiles_across: tl.int32, grid_rows: tl.int32, grid_columns: tl.int32,
     values: tl.constexpr, scale_form: tl.constexpr, group: tl.constexpr,
     nested_block: tl.constexpr, global_scale: tl.constexpr, block_rows: tl.constexpr,
-    block_columns: tl.constexpr, product_form: tl.constexpr, out_form: tl.constexpr,
+    block_columns: tl.constexpr, product_form: tl.constexpr, packing: tl.constexpr,
+    bits: tl.constexpr, zeros: tl.constexpr, zero: tl.constexpr, raised: tl.constexpr,
+    order_axis: tl.constexpr, minima: tl.constexpr, times: tl.constexpr, record: tl.constexpr,
+    out_form: tl.constexpr,
     order: tl.constexpr, width: tl.constexpr, is_wide: tl.constexpr, tile_rows: tl.constexpr,
     tile_columns: tl.constexpr, has_e4m3: tl.constexpr,
 ):  # fmt: skip
@@ -180,6 +277,8 @@ def decode(
     global_scale: what the fp32 number of the matrix, in the place of `table`, does to its scales:
         TIMES or OVER; "" without one
     product_form: the dtype that the product is rounded to before it is rounded to that of `out`
+    packing: "" for the packings of words; others, and `bits` to `record`, are those of
+        `_value_of_packed`
     order: which stride is 1, that from column to column (ROWS), from row to row (COLUMNS), or none
     width: codes that a thread reads as one
     is_wide: every row of the output begins at a multiple of 16 bytes
@@ -196,32 +295,26 @@ def decode(
     column = (width * tl.arange(0, tile_columns // width))[None, :]
     left_columns = tl.minimum(columns - first_column, tile_columns).to(tl.int32)
     mask = (row < tl.minimum(rows - first_row, tile_rows).to(tl.int32)) & (column < left_columns)
-    before = (matrix * rows + first_row) * columns + first_column
-    within = row * columns.to(tl.int32) + column
-    code = _codes(_part(codes, places, 0), before, within, mask, width, values)
-    number = _numbers(code, table, places, values, has_e4m3)
-    scales = _part(scales, places, 1)
-    if group:
-        scale = _scales_of_groups(
-            scales, nested, nested_map, places, before, within, mask, group, nested_block,
-            scale_form,
+    if packing != "":
+        value = _value_of_packed(
+            codes, scales, table, nested, nested_map, places, matrix, first_row + row,
+            first_column + column, mask, rows, columns, grid_rows, grid_columns, values, scale_form,
+            block_rows, block_columns, product_form, packing, bits, zeros, zero, raised, order_axis,
+            minima, times, record,
         )  # fmt: skip
-        if global_scale != "":  # The kernel has no table then.
-            factor = number_at(_part(table, places, 2), matrix, matrix >= 0, "F32")
-            scale = scale * factor if global_scale == "TIMES" else tl.div_rn(scale, factor)
-        scale = scale[:, :, None]
+        found = rounded(value[:, :, None], out_form)
     else:
-        scale = _scales_of_blocks(
-            scales, matrix, first_row.to(tl.int32) + row, first_column.to(tl.int32) + column, mask,
-            grid_rows, grid_columns, block_rows, block_columns, scale_form,
+        value, scale = _value_of_words(
+            codes, scales, table, nested, nested_map, places, matrix, first_row, first_column, row,
+            column, mask, rows, columns, grid_rows, grid_columns, values, scale_form, group,
+            nested_block, global_scale, block_rows, block_columns, width, has_e4m3,
         )  # fmt: skip
-    value = number * scale
-    if product_form != out_form and product_form != "F32":
-        value = widened(rounded(value, product_form), product_form)
-    if values == "INT4" or values == "E2M1":
-        bits = rounded_product(value, scale, out_form)
-    else:
-        bits = rounded(value, out_form)
+        if product_form != out_form:
+            value = as_product(value, product_form)
+        if values == "INT4" or values == "E2M1":
+            found = rounded_product(value, scale, out_form)
+        else:
+            found = rounded(value, out_form)
     target = _place(places, 0) + matrix * matrix_stride
     target += first_row * row_stride + first_column * column_stride
-    _store(out + target, bits, row, column, mask, row_stride, column_stride, order, width, is_wide)
+    _store(out + target, found, row, column, mask, row_stride, column_stride, order, width, is_wide)

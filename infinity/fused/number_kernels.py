@@ -36,12 +36,12 @@ def read_at(part, index, mask, nbytes: tl.constexpr):
         if nbytes == 2:
             found = ((low & 0xFFFF) >> shift) | ((high << (16 - shift)) & 0xFFFF)
         else:
-            found = _logical(low, shift) | ((high << 1) << (most - shift))
+            found = shifted(low, shift) | ((high << 1) << (most - shift))
     return found
 
 
 @triton.jit
-def _logical(word, shift):
+def shifted(word, shift):
     """A word shifted right by `shift`, zeros following."""
     kind: tl.constexpr = tl.uint64 if word.dtype == tl.int64 else tl.uint32
     return (word.to(kind, bitcast=True) >> shift.to(kind)).to(word.dtype, bitcast=True)

@@ -13,6 +13,7 @@ import infinity.fused
 
 KERNELS = (
     "number_kernels",
+    "packed_kernels",
     "decode_kernels",
     "update_kernels",
     "sum_kernels",

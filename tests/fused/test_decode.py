@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4, nvfp4, on_device
+from infinity.codecs.affine import ggml
 from infinity.codecs.on_device import FusedCodec
 from infinity.codecs.part import Shape
+from infinity.codecs.records import RECORDS
 from infinity.errors import UnsupportedError
 from infinity.fused import choice
 from infinity.fused.decode import ALIGNMENT, launch_of, place_of
+from tests.decode.cases import CASES as EVERY_LAYOUT
 from tests.decode.cases import bits, name_of, random_parts
 from tests.fused.compiled import float_operations
 from tests.support.exhaustive import sampled
@@ -61,7 +64,20 @@ def decode_alone(
     launch.run(parts, torch.tensor([place_of(0, codec.offset, [0] * len(parts))]), out)
 
 
-@pytest.mark.parametrize(("codec", "shape"), CASES, ids=map(name_of, CASES))
+PACKED = (
+    *(case for case in EVERY_LAYOUT if isinstance(case[0], AffineGroups)),
+    *((ggml(kind), (3, 512)) for kind in RECORDS),
+)
+FIRST: dict[tuple[str, bool], tuple[AffineGroups, Shape]] = {
+    (codec.layout, codec.has_order): (codec, shape) for codec, shape in PACKED[::-1]
+}
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape"),
+    sampled((*CASES, *PACKED), lambda case: case in CASES or case in FIRST.values()),
+    ids=map(name_of, (*CASES, *PACKED)),
+)
 def test_a_kernel_has_the_bits_of_the_reference_at_any_alignment(
     interpreter: None, codec: FusedCodec, shape: tuple[int, ...]
 ) -> None:
@@ -140,6 +156,12 @@ def test_no_product_is_contracted_and_no_denormal_is_flushed(compiler: None) -> 
         assert operations(TableBlocks(stored="F16"), shape) <= product | is_number | rounded
     assert operations(AffineGroups(), (64, 64)) <= product | {"add.rn.f32"}
     assert operations(mxfp4(), (64, 64)) <= product
+    several = {"add.rn.f32", "sub.rn.f32", "selp.f32", "cvt.f32.f16", "cvt.rn.f16.f32"}
+    several |= {f"cvt.rn.f32.{kind}{bits}" for kind in "su" for bits in (16, 32)}
+    of_packed = product | is_number | several
+    for layout in ("GPTQ", "MLX", "HQQ", "Q4_K"):
+        codec, shape = FIRST[layout, False]
+        assert operations(codec, shape[-2:]) <= of_packed | {"cvt.rn.f16x2.f32"}
 
 
 # -- The choice ----------------------------------------------------------------------------------
@@ -156,8 +178,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 @pytest.mark.parametrize(
     "codec",
     sampled(
-        [FloatBlocks((16, 16)), AffineGroups(), mxfp4(True), TableBlocks()],
-        lambda codec: isinstance(codec, (AffineGroups, TableBlocks)),
+        [
+            *(FloatBlocks((16, 16)), AffineGroups(), mxfp4(True), TableBlocks(), ggml("Q3_K")),
+            AffineGroups(32, "F16", 4, "GPTQ", True, True, True),
+            AffineGroups(32, "F16", 2, "HQQ_DOWN", True),
+            AffineGroups(53, "F32", 8, "LLM.int8"),
+        ],
+        lambda codec: getattr(codec, "scale", "F16") != "F16" or isinstance(codec, TableBlocks),
     ),
     ids=str,
 )
