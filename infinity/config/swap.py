@@ -38,7 +38,7 @@ COMMITS_NAME, COPYING_NAME = "commits", "copying"  # In the first swap directory
 # Chunks that one move of the optimizer holds of each kind of state.
 _NUM_CHUNKS = {"master": 1, "gradients": 1}
 
-_OF_SEVERAL, _UNSET = ("learning_rate", "data", "seed", "output"), (None, ())  # Of [[adapter]].
+_OF_SEVERAL, _UNSET = ("lr", "data", "seed", "output"), (None, ())  # Of [[adapter]].
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 SectionName = Literal["model", "data", "train"]
@@ -130,13 +130,13 @@ class SwapConfig(Section):
         file has no `[[adapter]]`."""
         found = []
         for adapter in self.adapters:
-            own = {"learning_rate": None, "data": (), "seed": None, "output": None}
+            own = {"lr": None, "data": (), "seed": None, "output": None}
             values: dict[str, Any] = {"adapters": (), "adapter": changed(adapter, own)}
             values["output.directory"] = adapter.output or self.output.directory / str(adapter.name)
             if self.checkpoint is not None and self.checkpoint.directory is not None:
                 values["checkpoint.directory"] = self.checkpoint.directory / str(adapter.name)
-            if adapter.learning_rate is not None:
-                values["optimizer.lr"] = adapter.learning_rate
+            if adapter.lr is not None:
+                values["optimizer.lr"] = adapter.lr
             if adapter.data and self.data is not None:
                 values["data.paths"] = adapter.data
             for section in ("train", "model"):

@@ -27,7 +27,7 @@ def several(table: dict[str, Any], tmp_path: Path) -> dict[str, Any]:  # noqa: F
     (tmp_path / "other.txt").write_text(other)
     save_base(tmp_path / "base")
     table["adapter"] = [
-        {"name": "wide", "rank": 8, "dropout": 0.2, "learning_rate": 0.02, "seed": 1},
+        {"name": "wide", "rank": 8, "dropout": 0.2, "lr": 0.02, "seed": 1},
         {"name": "dora", "rank": 2, "method": "dora", "data": str(tmp_path / "other.txt"),
          "output": str(tmp_path / "elsewhere")},
         {"name": "plain", "rank": 4, "targets": ["q_proj", "v_proj"], "seed": 3},
@@ -91,7 +91,7 @@ def test_killed_and_resumed_every_adapter_has_the_bits_of_its_own_run(
 ) -> None:
     """kill -9 between checkpoints of different adapters: each goes on from its own last one. One
     adapter learns nothing and is stopped early by its evaluations while the others go on."""
-    several["adapter"][2]["learning_rate"] = 0.0
+    several["adapter"][2]["lr"] = 0.0
     several["train"] |= {"steps": 9, "early_stopping_patience": 1}
     several["checkpoint"] = {"every": 2, "keep": 1}
     expected = alone(several, tmp_path)
@@ -141,7 +141,7 @@ def test_an_adapter_too_many_is_named_with_the_number_that_fits(
         ({"adapter": [{"name": "a"}, {"name": "a"}]}, r"adapters\[1\].name: expected another name"),
         ({"adapter": [{"name": "a"}, {}]}, r"adapters\[1\].name: .* for each of several; got None"),
         ({"adapter": [{"name": "a"}, {"name": "b", "output": "output/a"}]}, "of its own for each"),
-        ({"adapter": {"learning_rate": 0.1}}, r"belongs to \[\[adapter\]\]"),
+        ({"adapter": {"lr": 0.1}}, r"belongs to \[\[adapter\]\]"),
         ({"adapter": [{"name": "a", "experts": True}]}, "PEFT has one for experts"),
         ({"train": {"steps": 1, "batch_size": 1, "method": "dpo"}}, 'expected "sft" with several'),
         ({"adapter": [{"name": "a"}, {"name": "q_proj"}]}, "has a part called 'q_proj'"),

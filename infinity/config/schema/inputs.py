@@ -199,7 +199,7 @@ class AdapterConfig(Section):
     name: Annotated[str, some_text("a name")] | None = None
     """Required for each of several: letters, digits, _ and -. The keys below belong to
     `[[adapter]]` alone."""
-    learning_rate: Annotated[float, number(minimum=0)] | None = None
+    lr: Annotated[float, number(minimum=0)] | None = None
     """Takes the place of `optimizer.lr`."""
     data: _Sources = ()
     """Takes the place of `data.paths`."""

@@ -305,7 +305,7 @@ class LayerMajorSchedule:
             # The block that a fiber reached first. Fibers that skip blocks wait for the others.
             block = min(blocks, key=lambda at: at.order)
             arrived = [fiber for fiber in self._fibers if fiber.at is block]
-            with self._using(block.hooked.units):
+            with self._uses.using(block.hooked.units):
                 for group in [arrived] if block.experts else self._groups(arrived):
                     self._run_by_tiles(group, losses)
             # Except for fibers that are at another block inside this one.
@@ -316,14 +316,11 @@ class LayerMajorSchedule:
         for fiber in fibers:
             self._run_on(fiber, losses)
         for stop, stopped in self._tile_stops(fibers):
-            with self._using(stop.units):
+            with self._uses.using(stop.units):
                 waiting = [fiber for fiber in stopped if fiber in self._at_experts]
                 self._experts.serve([self._at_experts.pop(fiber) for fiber in waiting])
                 for fiber in stopped:
                     self._run_on(fiber, losses)
-
-    def _using(self, units: Sequence[int]) -> AbstractContextManager[None]:
-        return self._uses.using(list(units))
 
     def _groups(self, every: list[_T]) -> list[list[_T]]:
         """Divides the fibers into groups that may be inside a block at the same time."""
@@ -449,7 +446,7 @@ class LayerMajorSchedule:
             if not calls:
                 continue
             units = set(block.hooked.units)
-            with self._using(block.hooked.units):
+            with self._uses.using(block.hooked.units):
                 self._uses.begin_block_backward(block.hooked.units)
                 units |= self._repeat_all(block, calls)
                 # Restores the inputs of the next calls while the gradients leave.
@@ -508,7 +505,7 @@ class LayerMajorSchedule:
                     # These are all micro-batches, so the gradients are complete after this stop.
                     is_complete = stop.is_backward and len(stopped) == len(calls)
                     units = list(stop.units)
-                    with self._using(units):
+                    with self._uses.using(units):
                         if is_complete:
                             self._uses.begin_block_backward(units)
                         for fiber in stopped:

@@ -99,23 +99,16 @@ def captured_again(keys: tuple[str, ...]) -> Iterator[list[torch.Tensor]]:
 def without_caches_and_checkpointing(model: nn.Module) -> Iterator[None]:
     """Switches off caches of keys and values, which repeated forwards would fill again, and
     gradient checkpointing, whose work the schedule does: it would repeat each block once more."""
-    caching = [config for config in _configs_of(model) if config.use_cache]
-    checkpointing: list[Any] = [
-        module
-        for module in model.modules()
-        if module.__dict__.get("gradient_checkpointing") is True
-    ]
-    for config in caching:
-        config.use_cache = False
-    for module in checkpointing:
-        module.gradient_checkpointing = False
+    key, switched = "gradient_checkpointing", list[tuple[Any, str]]()
+    switched += ((config, "use_cache") for config in _configs_of(model) if config.use_cache)
+    switched += ((m, key) for m in model.modules() if m.__dict__.get(key) is True)
+    for owner, key in switched:
+        setattr(owner, key, False)
     try:
         yield
     finally:
-        for config in caching:
-            config.use_cache = True
-        for module in checkpointing:
-            module.gradient_checkpointing = True
+        for owner, key in switched:
+            setattr(owner, key, True)
 
 
 def _configs_of(model: nn.Module) -> list[Any]:

@@ -91,7 +91,7 @@ class UnitUses:
 
     # -- Uses ------------------------------------------------------------------------------------
 
-    def enter(self, units: list[int], *, is_of_pass: bool = True) -> None:
+    def enter(self, units: Sequence[int], *, is_of_pass: bool = True) -> None:
         """Begins a use of each unit, or of none: a failure ends the uses that have begun. The
         caller delays interrupts.
 
@@ -130,7 +130,7 @@ class UnitUses:
             for unit in units:
                 self._weight_cache.join(unit)
 
-    def leave(self, units: list[int]) -> None:
+    def leave(self, units: Sequence[int]) -> None:
         """Ends one use of each unit. The caller delays interrupts."""
         if self._tracer.is_on:
             self._tracer.end(tuple(units))
@@ -156,7 +156,7 @@ class UnitUses:
             raise refusal
 
     @contextmanager
-    def using(self, units: list[int], *, is_of_pass: bool | None = None) -> Iterator[None]:
+    def using(self, units: Sequence[int], *, is_of_pass: bool | None = None) -> Iterator[None]:
         """Uses units outside the hooks: for reads from outside and operations on handles, and for
         a module whose caller keeps its units. `is_of_pass`: None if a pass is running."""
         if is_of_pass is None:
@@ -229,7 +229,7 @@ class UnitUses:
     # Gradients and updates have no thread of their own where the device computes on the host. They
     # move a step whenever the thread that trains comes by, under the engine's lock, which it holds.
 
-    def _write_left(self, but: list[int]) -> None:
+    def _write_left(self, but: Sequence[int]) -> None:
         """In a backward, starts to write the gradients of the units that it has left, but for those
         that it enters again."""
         if self.passes.is_layer_major or current_backward() == OUTSIDE_BACKWARD:

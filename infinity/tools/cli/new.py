@@ -38,7 +38,6 @@ _WIDTH = 97
 _SWEPT: dict[str, Callable[[str], Any]] = {
     "lr": float, "rank": int, "alpha": float, "dropout": float, "seed": int,
 }  # fmt: skip
-_KEYS = {"lr": "learning_rate"}  # Of [[adapter]], where `--sweep` has another word.
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +200,7 @@ def _swept(asked: NewOptions) -> tuple[dict[str, Any], ...]:
     for chosen in product(*axes.values()) if axes else ():
         pairs = list(zip(axes, chosen, strict=True))
         name = "-".join(f"{key}{value}" for key, value in pairs)
-        values_of = {_KEYS.get(key, key): _SWEPT[key](value) for key, value in pairs}
+        values_of = {key: _SWEPT[key](value) for key, value in pairs}
         found.append({"name": re.sub(r"[^A-Za-z0-9_-]", "_", name)} | values_of)
     return tuple(found)
 
