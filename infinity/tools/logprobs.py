@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,11 +40,13 @@ class TokenScores:
 
     logprobs: fp32 (n - 1,) on the host; entry i is that of token i + 1
     top_ids, top_logprobs: int64 and fp32 (n - 1, k), the likeliest first; None without `top_k`
+    hidden_states: (n, hidden size) on the host by layer, in the dtype of the computation
     """
 
     logprobs: torch.Tensor
     top_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+    hidden_states: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 def score(
@@ -52,6 +54,7 @@ def score(
     sequences: Sequence[Sequence[int]],
     *,
     top_k: int = 0,
+    layers: Sequence[int] = (),
     sweep_tokens: int | None = None,
 ) -> Iterator[TokenScores]:
     """Yields the log-probabilities of each sequence of token ids, in their order.
@@ -63,26 +66,15 @@ def score(
 
     sequences: at least two token ids each, all below the vocabulary
     top_k: as many of the likeliest tokens at each place
+    layers: whose hidden states are kept, as transformers counts them: 0 is the input of the first
+        block, n the output of block n, and the last one has passed the final norm
 
     Raises ConfigError, which names the sequence, before anything is read.
     """
-    check(causal_of(model).config, sequences, top_k)
-    for scores in score_sweeps(model, sequences, top_k=top_k, sweep_tokens=sweep_tokens):
+    check(causal_of(model).config, sequences, top_k, layers)
+    call = partial(score_sequence, model, top_k=top_k, layers=layers)
+    for scores in in_sweeps(model, call, sequences, sweep_tokens):
         yield from scores
-
-
-def score_sweeps(
-    model: nn.Module,
-    sequences: Sequence[Sequence[int]],
-    *,
-    top_k: int,
-    sweep_tokens: int | None = None,
-    temperature: float = 1.0,
-) -> Iterator[list[TokenScores]]:
-    """As `score`, of sequences that were checked; yields what each sweep gives when it is over.
-    Logits are divided by `temperature`."""
-    call = partial(score_sequence, model, top_k=top_k, temperature=temperature)
-    return in_sweeps(model, call, sequences, sweep_tokens)
 
 
 def in_sweeps(
@@ -130,13 +122,20 @@ def sweeps(
         yield start, len(lengths)
 
 
-def check(hf_config: Any, sequences: Sequence[Sequence[int]], top_k: int) -> None:
+def check(
+    hf_config: Any, sequences: Sequence[Sequence[int]], top_k: int, layers: Sequence[int] = ()
+) -> None:
     """Raises ConfigError, which names the sequence, for what a model of this configuration of
     transformers cannot score."""
     config = hf_config.get_text_config()
     most, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
     if not 0 <= top_k <= most:
         raise ConfigError(f"top_k: expected 0 to {most}, the model's vocabulary; got {top_k}")
+    if not set(layers) <= set(range(config.num_hidden_layers + 1)):
+        raise ConfigError(
+            f"layers: expected numbers from 0 to {config.num_hidden_layers}, the blocks of the "
+            f"model; got {', '.join(map(str, layers))}"
+        )
     for number, ids in enumerate(sequences):
         if len(ids) < 2:
             raise ConfigError(
@@ -158,32 +157,48 @@ def causal_of(model: Any) -> Any:
 
 
 def score_sequence(
-    model: nn.Module, ids: Sequence[int], *, top_k: int, temperature: float = 1.0
+    model: nn.Module,
+    ids: Sequence[int],
+    *,
+    top_k: int,
+    layers: Sequence[int] = (),
+    temperature: float = 1.0,
 ) -> TokenScores:
-    """Returns the scores of one sequence. Runs in the sweep, or alone."""
+    """Returns the scores of one sequence, of logits that are divided by `temperature`. Runs in the
+    sweep, or alone."""
     device = next(model.parameters()).device
     row, num_rows = torch.tensor([list(ids)], device=device), len(ids) - 1
     causal = causal_of(model)
+    options = {"output_hidden_states": list(layers)} if layers else {}
     at_once = max(1, MOST_LOGITS // int(causal.config.get_text_config().vocab_size))
     if num_rows <= at_once or "logits_to_keep" not in inspect.signature(causal.forward).parameters:
-        logits = model(input_ids=row, use_cache=False).logits[0, :-1]
-        return _scores(logits, row[0, 1:], top_k, temperature)
-    parts = []
+        found = model(input_ids=row, use_cache=False, **options)
+        scores = _scores(found.logits[0, :-1], row[0, 1:], top_k, temperature)
+        return replace(scores, hidden_states=_states(found, layers))
+    parts: list[TokenScores] = []
+    states: dict[int, torch.Tensor] = {}
     with _run_once(causal):
         for first in range(0, num_rows, at_once):
             rows = torch.arange(first, min(first + at_once, num_rows), device=device)
-            logits = model(input_ids=row, use_cache=False, logits_to_keep=rows).logits[0]
-            parts.append(_scores(logits, row[0, 1:][rows], top_k, temperature))
-            del logits
+            found = model(input_ids=row, use_cache=False, logits_to_keep=rows, **options)
+            parts.append(_scores(found.logits[0], row[0, 1:][rows], top_k, temperature))
+            states = states or _states(found, layers)
+            del found
+    logprobs = torch.cat([part.logprobs for part in parts])
     if not top_k:
-        return TokenScores(logprobs=torch.cat([part.logprobs for part in parts]))
+        return TokenScores(logprobs=logprobs, hidden_states=states)
     return TokenScores(
-        logprobs=torch.cat([part.logprobs for part in parts]),
+        logprobs=logprobs,
+        hidden_states=states,
         top_ids=torch.cat([part.top_ids for part in parts if part.top_ids is not None]),
         top_logprobs=torch.cat(
             [part.top_logprobs for part in parts if part.top_logprobs is not None]
         ),
     )
+
+
+def _states(found: Any, layers: Sequence[int]) -> dict[int, torch.Tensor]:
+    return {layer: found.hidden_states[layer][0].cpu() for layer in layers}
 
 
 def labels_of_sequence(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:

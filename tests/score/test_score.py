@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -193,6 +194,34 @@ def test_a_reward_model_scores_whole_sequences_with_the_bits_of_a_plain_forward(
     from datasets import Dataset
 
     assert Dataset.from_parquet(str(table.output))["scores"][:] == [row["scores"] for row in rows]
+
+
+def test_hidden_states_of_chosen_layers_are_those_of_a_plain_forward(
+    request_of: Request, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the head runs in slices, and the run is ended and goes on."""
+    monkeypatch.setattr(logprobs, "MOST_LOGITS", 3 * 259)
+    plain_model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    request = replace(request_of, layers=(0, 2, 3), top_k=2)
+
+    def kill(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        program.run(request, note=kill)
+    assert program.run(request).resumed_at > 0
+    rows = rows_of(request.output)
+    for row in rows:
+        with torch.no_grad():
+            ids = torch.tensor([row["tokens"]])
+            states = plain_model(ids, output_hidden_states=True, use_cache=False).hidden_states
+        found = load_file(request.output.parent / row["hidden_states"])
+        assert found.keys() == {"layer.0", "layer.2", "layer.3"}
+        for name, state in found.items():
+            assert torch.equal(state, states[int(name[6:])][0])
+    assert len({row["hidden_states"] for row in rows}) == 6
+    with pytest.raises(ConfigError, match="layers: expected numbers from 0 to 3"):
+        program.run(replace(request, layers=(4,)))
 
 
 def test_conversations_and_text_files_are_scored(request_of: Request, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+from infinity.errors import ConfigError
 from infinity.tools.cli.options import arg, flag, opt, progress_bar, reply
 
 
@@ -19,6 +20,9 @@ def score(
     ] = None,
     dtype: Annotated[str | None, opt("NAME", "float32 or bfloat16. Default: the model's.")] = None,
     top_k: Annotated[int, opt("N", "Also the N likeliest tokens at each place.")] = 0,
+    layers: Annotated[
+        str | None, opt("N,N", "Also the hidden states of these layers; 0 is the first input.")
+    ] = None,
     max_length: Annotated[
         int | None, opt("N", "Tokens of a piece of a text file. A longer record is refused.")
     ] = None,
@@ -41,7 +45,7 @@ def score(
     require_transformers("infinity score")
     request = program.Request(
         model=model, data=tuple(data), output=output, adapter=adapter, config=config, dtype=dtype,
-        top_k=top_k, max_length=max_length, sweep_tokens=sweep_tokens,
+        top_k=top_k, layers=_numbers(layers), max_length=max_length, sweep_tokens=sweep_tokens,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with progress_bar("reading the model and the data") as update:
@@ -55,3 +59,10 @@ def score(
 
         found = program.run(request, note=show)
     reply(found.to_dict(), f"{output}: {found}")
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(",")) if text else ()
+    except ValueError:
+        raise ConfigError(f"--layers {text}: expected numbers such as 4,8") from None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from infinity.api import close
 from infinity.checkpoint import weight_source
@@ -54,6 +55,7 @@ class Request:
     config: Path | None = None
     dtype: str | None = None
     top_k: int = 0
+    layers: tuple[int, ...] = ()
     max_length: int | None = None
     sweep_tokens: int | None = None
     trust_remote_code: bool = False
@@ -137,6 +139,19 @@ class ScoreRows:
             file.truncate(end)
         return total, count
 
+    def keep_states(self, rows: Sequence[dict[str, Any]], scores: Sequence[TokenScores]) -> None:
+        """Writes the hidden states of each row to a file of its own, and its name to the row. They
+        are on the drive before the row."""
+        directory = self._target.with_name(self._target.name + ".layers")
+        directory.mkdir(exist_ok=True)
+        for row, found in zip(rows, scores, strict=True):
+            path = directory / f"{row['record']:08}.safetensors"
+            states = {f"layer.{layer}": state for layer, state in found.hidden_states.items()}
+            save_file({name: state.contiguous() for name, state in states.items()}, path)
+            sync_file(path)
+            row["hidden_states"] = f"{directory.name}/{path.name}"
+        sync_directory(directory)
+
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Appends rows, and waits until they are on the drive."""
         with self._rows.open("a", encoding="utf-8") as file:
@@ -169,7 +184,7 @@ def _write_table(path: Path, rows: Iterator[dict[str, Any]]) -> None:
         "num_scored": pa.int64(), "sum_logprob": pa.float64(), "mean_logprob": pa.float64(),
         "perplexity": pa.float64(), "is_answer": pa.list_(pa.int8()),
         "top_tokens": pa.list_(tokens), "top_logprobs": pa.list_(numbers),
-        "scores": numbers,
+        "scores": numbers, "hidden_states": pa.string(),
     }  # fmt: skip
     writer: Any = None
     while batch := list(itertools.islice(rows, _ROWS_AT_ONCE)):
@@ -191,11 +206,11 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     hf_config = config_of_directory(directory, trusts_code=request.trust_remote_code)
     vocab_size = int(hf_config.get_text_config().vocab_size)
     sequences = read_sequences(request.data, directory, vocab_size, request.max_length)
-    check(hf_config, [sequence.ids for sequence in sequences], request.top_k)
+    check(hf_config, [sequence.ids for sequence in sequences], request.top_k, request.layers)
     has_labels = any(name.endswith(_OF_LABELS) for name in hf_config.architectures or ())
-    if has_labels and (request.top_k or request.adapter is not None):
+    if has_labels and (request.top_k or request.layers or request.adapter is not None):
         raise ConfigError(
-            f"{directory} scores sequences, not tokens; leave out --top-k and --adapter"
+            f"{directory} scores sequences, not tokens; leave out --top-k, --layers and --adapter"
         )
     output = ScoreRows(request, _made_of(request, directory, sequences))
     total, count = output.open()
@@ -254,10 +269,12 @@ def _score(
 
     call: Callable[[Sequence[int]], Any] = partial(labels_of_sequence, model)
     if model.get_output_embeddings() is not None:
-        call = partial(score_sequence, model, top_k=request.top_k)
+        call = partial(score_sequence, model, top_k=request.top_k, layers=request.layers)
     for scores in in_sweeps(model, call, texts, request.sweep_tokens):
         scored = list(itertools.islice(following, len(scores)))
         rows = [row_of(*pair) for pair in zip(scored, scores, strict=True)]
+        if request.layers:
+            output.keep_states(rows, scores)
         output.write(rows)
         total += sum(row.get("sum_logprob", 0.0) for row in rows)
         count += sum(row.get("num_scored", 0) for row in rows)
@@ -309,4 +326,5 @@ def _made_of(
         "tokens": digest.hexdigest(),
         "dtype": request.dtype,
         "top_k": request.top_k,
+        "layers": list(request.layers) or None,
     }

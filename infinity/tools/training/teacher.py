@@ -10,6 +10,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from infinity.checkpoint import weight_source
 from infinity.config.hub import in_hub_cache
 from infinity.config.schema.train import Distill
 from infinity.errors import ConfigError
-from infinity.tools.logprobs import check, score_sweeps
+from infinity.tools.logprobs import check, in_sweeps, score_sequence
 from infinity.tools.training.base_identity import identify
 from infinity.tools.training.divergence import Likeliest
 from infinity.tools.training.tokenizers import Tokenizer, refuse_other
@@ -123,10 +124,10 @@ class Teacher:
         self._said = {key: self._said[key] for key in wanted.keys() & self._said.keys()}
         missing = [ids for key, ids in wanted.items() if key not in self._said]
         options, following = self.options, iter(missing)
-        found_of = score_sweeps(
-            self._model, missing, top_k=options.top_k, temperature=options.temperature
+        call = partial(
+            score_sequence, self._model, top_k=options.top_k, temperature=options.temperature
         )
-        for scores in found_of:
+        for scores in in_sweeps(self._model, call, missing, None):
             for found in scores:
                 assert found.top_ids is not None and found.top_logprobs is not None
                 self._said[_key(next(following))] = Likeliest(found.top_ids, found.top_logprobs)
