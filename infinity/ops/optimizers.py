@@ -8,13 +8,14 @@ or scalar) picks one by hand, for tests.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from infinity import _core
-from infinity.config.machine import chosen_simd, threads_here
+from infinity.config.machine import SIMD_VARIABLE, chosen_simd, threads_here
 from infinity.ops.dynamic_8bit import State8Bit, decode, encode_
 from infinity.ops.exact import join, split
 from infinity.ops.rules import AdamSettings, AdamWSettings, Settings, SGDSettings
@@ -233,7 +234,8 @@ def apply_rule(
     says. `digests`: see `_core.update.apply`. Returns how many scaled gradients were not finite.
     Raises UnsupportedError when INFINITY_SIMD names what is not here.
     """
-    simd = chosen_simd(instruction_sets)
+    # Without the variable an update costs no call more.
+    simd = chosen_simd(instruction_sets) if SIMD_VARIABLE in os.environ else ""
     if not spans:
         return 0
     return _core.update.apply(
