@@ -298,10 +298,7 @@ def test_llama_4_trains_although_its_classes_lack_what_trl_asks_for(
         infinity.engine_of(each).close()
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_dpo_reads_its_base_as_often_as_sft(
-    count: int, tmp_path: Path, trusted_tests: None
-) -> None:
+def test_dpo_reads_its_base_as_often_as_sft(tmp_path: Path, trusted_tests: None) -> None:
     """Twice a step, as counted by the engine: policy and reference pass each block together, and so
     do all micro-batches."""
     options: dict[str, Any] = {"lora": True, "dropout": 0.0, "width": 128, "layers": 10}
@@ -314,7 +311,7 @@ def test_dpo_reads_its_base_as_often_as_sft(
         config |= {"placement": {"parameters": ["nvme"]}, "schedule": {"prefetch": False}}
         model = infinity.offload(make_model(**options), config)
         trainer = make_trainer(model, tmp_path / "out", None)
-        trainer.args.gradient_accumulation_steps = count
+        trainer.args.gradient_accumulation_steps = 4
         trainer.args.max_steps, trainer.args.eval_strategy = 2, "no"
         counts: list[float] = []
         with infinity.engine_of(model) as engine:
@@ -323,7 +320,7 @@ def test_dpo_reads_its_base_as_often_as_sft(
         read[make_trainer.__name__, order] = counts[-1] - counts[-2]
     assert read["sft", None] <= 2.1 * base, (read, base)
     assert read["dpo", None] <= 1.02 * read["sft", None], read
-    assert read["dpo", False] >= 1.3 * count * read["dpo", None], read
+    assert read["dpo", False] >= 1.3 * 4 * read["dpo", None], read
 
 
 class CountsReads(TrainerCallback):

@@ -775,19 +775,6 @@ def _step(model: nn.Module, optimizer: Any, seed: int) -> float:
     return loss.item()
 
 
-def test_a_checkpoint_goes_on_exactly(swap_directory: Path, tmp_path: Path) -> None:
-    config = tiled_config(swap_directory, host_nbytes="16MiB")
-    with offloaded(decoder(), config) as model:
-        optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=1.0)
-        _step(model, optimizer, 1)
-        save_checkpoint(tmp_path / "run", model, optimizer)
-        expected = [_step(model, optimizer, seed) for seed in (2, 3)]
-    with offloaded(decoder(1), config) as model:
-        optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=1.0)
-        load_checkpoint(tmp_path / "run", model, optimizer)
-        assert [_step(model, optimizer, seed) for seed in (2, 3)] == expected
-
-
 def test_a_checkpoint_of_other_tile_sizes_continues_exactly(
     swap_directory: Path, tmp_path: Path
 ) -> None:
