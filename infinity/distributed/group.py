@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,13 @@ def join(store: Any, rank: int, of_job: Sequence[int], timeout_s: float) -> Rank
     """
     meeting, is_over = Meeting(store, rank, of_job), False
     try:
-        with meeting.ending_together():
+        # A rank that comes late finds word of a failure in the store before this port is closed.
+        with ExitStack() as failed, meeting.ending_together():
             remedy = "; distributed.timeout_s waits longer"
             machines = meeting.all_gather("machines", this_machine(), timeout_s, remedy)
-            links = _connect(meeting, rank, machines, of_job, timeout_s)
+            links = _connect(meeting, rank, machines, of_job, timeout_s, failed)
             is_over = True
+            failed.pop_all()
     finally:
         meeting.end(is_over=is_over)
     here = [other for other in range(len(of_job)) if machines[rank].is_node_of(machines[other])]
@@ -184,8 +187,9 @@ def _connect(
     machines: Sequence[Machine],
     of_job: Sequence[int],
     timeout_s: float,
+    failed: ExitStack,
 ) -> PeerTransport:
-    """Returns open links between the ranks."""
+    """Returns open links between the ranks. `failed` closes the port if they are not."""
     few = ""
     try:
         allow_sockets(len(machines))
@@ -195,23 +199,20 @@ def _connect(
     # Strangers may connect before any rank is admitted.
     backlog = len(Purpose) * len(machines) + _STRANGERS
     listener = socket.create_server((address or LOOPBACK, 0), backlog=backlog)
-    try:
-        port, secret = listener.getsockname()[1], secrets.token_bytes(32)
-        host = machines[rank].host
-        me = Peer(rank, host, os.getpid(), address, port, secret, of_job[rank])
-        # All ranks are here: only one that is stuck or gone since then does not come.
-        of_all = meeting.all_gather("peers", (me, few), SILENCE_S)
-        peers, refusals = zip(*of_all, strict=True)
-        if any(refusals):
-            raise ConfigError(few or next(filter(None, refusals)))
-        unreachable = {peer.rank: machines[peer.rank] for peer in peers if not peer.address}
-        if unreachable:
-            raise ConfigError(refusal(unreachable))
-        links = PeerTransport(rank, peers, listener, timeout_s)
-        links.open()
-    except BaseException:
-        listener.close()
-        raise
+    failed.callback(listener.close)
+    port, secret = listener.getsockname()[1], secrets.token_bytes(32)
+    host = machines[rank].host
+    me = Peer(rank, host, os.getpid(), address, port, secret, of_job[rank])
+    # All ranks are here: only one that is stuck or gone since then does not come.
+    of_all = meeting.all_gather("peers", (me, few), SILENCE_S)
+    peers, refusals = zip(*of_all, strict=True)
+    if any(refusals):
+        raise ConfigError(few or next(filter(None, refusals)))
+    unreachable = {peer.rank: machines[peer.rank] for peer in peers if not peer.address}
+    if unreachable:
+        raise ConfigError(refusal(unreachable))
+    links = PeerTransport(rank, peers, listener, timeout_s)
+    links.open()
     tell_of_uncaught_exceptions(links.failures)
     return links
 

@@ -66,6 +66,18 @@ def test_a_rank_that_does_not_come_in_time_is_named(before: str, said: str) -> N
 def _die_unconnected(rank: int) -> None:
     if rank == VICTIM:  # The others have its address.
         group.PeerTransport = _killed  # type: ignore[assignment, misc]
+    if rank == 0:  # It is slow: it fails before it accepts, and leaves word of that later.
+        connect = group._connect
+        group.PeerTransport._accept = lambda *unused: None  # type: ignore[method-assign]
+
+        def slow(*arguments: Any) -> Any:
+            try:
+                return connect(*arguments)
+            except infinity.errors.RankError:
+                time.sleep(1.0)
+                raise
+
+        group._connect = slow
     if rank == 2:  # It comes when rank 0 is about to end for want of rank VICTIM.
         gather = Meeting.all_gather
 
