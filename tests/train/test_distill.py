@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,26 @@ def test_losses_have_the_bits_of_a_plain_loop(
     if suffix:
         score(job, models[1])
     assert train(job) == plain(job, models, forward, reverse, heat)
+
+
+def test_an_adapter_goes_on_from_a_checkpoint_with_the_same_losses_and_no_other_loss(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, models[0], teacher=str(models[1]), top_k=TOP_K, reverse_kl=0.5)
+    text = job.read_text().replace("[data]", "[adapter]\nrank = 2\n[data]")
+    job.write_text(text + "[checkpoint]\nevery = 2\n")
+    whole = train(job)
+    for reverse, error in (
+        (0.5, None),
+        (0.25, r"train\.distill\.reverse_kl is 0\.25 and was 0\.5"),
+    ):
+        job.write_text(job.read_text().replace("reverse_kl = 0.5", f"reverse_kl = {reverse}"))
+        newest = max((tmp_path / "output" / "checkpoints").iterdir())
+        shutil.rmtree(newest)
+        with nullcontext() if error is None else pytest.raises(ConfigError, match=error):
+            program.train(SwapConfig.load(job), resume=True)
+    lines = (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == whole and len(whole) == STEPS
 
 
 def test_slices_of_the_head_have_the_loss_and_the_gradients_of_all_rows(
