@@ -47,6 +47,8 @@ class Loop:
         # Asked for at the stop, with the places of their results.
         self.passengers: list[tuple[Passenger, Callable[[Any], None]]] = []
         self._device, self._call = device, call
+        self._others: list[nn.Parameter] = []  # Of other adapters.
+        self._found: list[bool] = []  # Whether they were trained when this loop went on.
         # With those that a program's own class lets itself be asked for.
         self._modules = [(module, is_own(type(module))) for module in model.modules()]
         self._generators = Random(device)
@@ -56,7 +58,12 @@ class Loop:
 
     def activate(self, adapter: str) -> None:
         """Makes this adapter the loop's own, without PEFT's change of `requires_grad`."""
-        self.adapter = adapter
+        self.adapter, names = adapter, names_of_adapters(self.model)
+        self._others = [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if adapter_of(name, names) not in (adapter, "")
+        ]
         for values in self._attributes:
             values |= {"active_adapter": adapter} if "active_adapter" in values else {}
             values |= {"_active_adapter": [adapter]} if "_active_adapter" in values else {}
@@ -65,7 +72,11 @@ class Loop:
         _running.set(self)
         self._generators.set(self._random)
         self._set(self._attributes)
-        self.result = self._call()
+        self._found = self._trained()
+        try:
+            self.result = self._call()
+        finally:
+            self._leave(self._found)
 
     def sweep(self, passengers: Sequence[Passenger]) -> list[Any]:
         """Stops until the sweep that these passengers share with other loops is over; returns their
@@ -84,9 +95,11 @@ class Loop:
             )
             for number, (passenger, pair) in enumerate(zip(passengers, drawn, strict=True))
         ]
+        self._leave(self._found)
         self.fiber.pause_at(self)
         set_process_flags(modes.flags)
         self._set(self._attributes)
+        self._found = self._trained()
         graded = [pair for pair, p in zip(drawn, passengers, strict=True) if p.is_graded]
         self._generators.end([(last, first) for last, first in graded or drawn])
         return found
@@ -99,8 +112,20 @@ class Loop:
         with modes.set():
             self._set(attributes)
             self._generators.set(drawn[1])
+            trained = self._trained()
             yield
+            self._leave(trained)
             drawn[0], self._attributes = self._generators.state(), self._now()
+
+    def _trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._others]
+
+    def _leave(self, trained: list[bool]) -> None:
+        """Lets the parameters of other loops be trained as before: PEFT's `disable_adapter` freezes
+        all, and then trains those of the active adapter."""
+        for parameter, is_trained in zip(self._others, trained, strict=True):
+            if parameter.requires_grad is not is_trained:
+                parameter.requires_grad_(is_trained)
 
     def _now(self) -> list[dict[str, Any]]:
         """Returns the attributes of all modules that are the loop's."""

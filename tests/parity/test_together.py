@@ -123,7 +123,9 @@ def train(
 
 def losses_of(model: Any, batches: list[Tensor], *, is_plain: bool) -> list[Tensor]:
     def loss_of(batch: Tensor) -> Tensor:
-        loss: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
+        with torch.no_grad(), model.disable_adapter():  # As that of a reference.
+            reference = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss - reference
         return loss
 
     if not is_plain:
@@ -154,6 +156,7 @@ def test_every_adapter_has_the_bits_of_its_loop_alone(place: str, swap_directory
         )
         assert torch.equal(before, torch.get_rng_state())
         assert model.training and model.active_adapter == "first"
+        assert all(p.requires_grad for n, p in model.named_parameters() if "lora_" in n)
     for name in LOOPS:
         assert not differences(expected[name], found[name]), name
 
