@@ -132,7 +132,7 @@ def test_a_process_that_is_killed_leaves_no_directory_that_looks_whole(tmp_path)
         "from infinity.tools.convert.rewrite import write_directory\n"
         "from infinity.tools.convert.quantize import plan_quantize\n"
         "left = 9\n"
-        "def progress(name, nbytes):\n"
+        "def progress(**_):\n"
         "    global left\n"
         "    left -= 1\n"
         "    if not left: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -9,7 +9,7 @@ import typer
 
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
-from infinity.tools.cli.options import arg, bytes_bar, flag, is_silent, opt, reply
+from infinity.tools.cli.options import arg, flag, is_silent, opt, progress_bar, reply
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -109,7 +109,7 @@ def _write(plan: DirectoryPlan, out: Path) -> None:
 
     check_target(out, plan.nbytes)
     before_nbytes = plan.source.nbytes
-    with bytes_bar(plan.source.path.name, plan.nbytes) as progress:
+    with progress_bar(plan.source.path.name, plan.nbytes, has_bytes=True) as progress:
         write_directory(plan, out, progress)
     summary = {
         "directory": str(out),
@@ -263,7 +263,8 @@ def spread(
     if not is_silent():
         _tell(plan, is_dry=dry_run)
     if not dry_run:
-        with bytes_bar(plan.directory.name, plan.moved_nbytes) as progress:
+        name, nbytes = plan.directory.name, plan.moved_nbytes
+        with progress_bar(name, nbytes, has_bytes=True) as progress:
             (run_gather if gather else run_spread)(plan, progress)
     reply(plan.to_dict() | {"is_done": not dry_run})
 

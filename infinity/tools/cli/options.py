@@ -87,13 +87,6 @@ def progress_bar(
         yield partial(bar.update, bar.add_task(title, total=total))
 
 
-@contextmanager
-def bytes_bar(title: str, total_nbytes: int) -> Iterator[Callable[[str, int], None]]:
-    """As `progress_bar`; gives a function of (what moves, further bytes)."""
-    with progress_bar(title, total_nbytes, has_bytes=True) as update:
-        yield lambda name, nbytes: update(description=name, advance=nbytes)
-
-
 def with_output(command: Any) -> Any:
     """Returns the command, or the group of commands, with `--json` and `--quiet` where a command
     has none; its functions print by `reply` and `note`.

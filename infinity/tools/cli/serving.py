@@ -67,13 +67,10 @@ def export_adapter(
 
     found_base = base if base is not None else base_of(adapter)
     refuse_no_directory(found_base)
-    with progress_bar("") as update:
+    with progress_bar("") as progress:
         said = passport.write_passport(
             adapter, found_base, target, server, any_base=any_base, prompts=prompts,
-            locate=locate if sheet else None, config=config,
-            progress=lambda what, done, total: update(
-                description=what, completed=done, total=total
-            ),
+            locate=locate if sheet else None, config=config, progress=progress,
         )  # fmt: skip
     text = f"wrote {target} for {said['for']}"
     if sheet:
@@ -106,12 +103,12 @@ def verify_served(
 
     read = Sheet.read(sheet)
     server = Server(url, key=key)
-    with progress_bar("adapter", len(read.prompts)) as update:
-        served = ask(server, read, model, lambda done: update(completed=done))
+    with progress_bar("adapter", len(read.prompts)) as progress:
+        served = ask(server, read, model, progress)
         base = None
         if base_model is not None:
-            update(description="base")
-            base = ask(server, read, base_model, lambda done: update(completed=done))
+            progress(description="base")
+            base = ask(server, read, base_model, progress)
     verdict = judge(read, served, base)
     lines = _lines(verdict, server.method, read.groups)
     reply(asdict(verdict) | {"method": server.method}, "\n".join(lines))

@@ -39,7 +39,7 @@ _STATE_MARGIN = 32
 
 Make = Callable[[], torch.Tensor]
 Values = Mapping[str, torch.Tensor]  # Stored tensors by name.
-Progress = Callable[[str, int], None]  # (name of the logical tensor, bytes written)
+Progress = Callable[..., None]  # Of `description`, the logical tensor, and `advance`, its bytes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +191,7 @@ def check_target(out: Path, nbytes: int) -> None:
     check_space(parent, nbytes, path=out, operation="write", needs="the result needs")
 
 
-def write_directory(
-    plan: DirectoryPlan, out: Path, progress: Progress = lambda _name, _nbytes: None
-) -> None:
+def write_directory(plan: DirectoryPlan, out: Path, progress: Progress = lambda **_: None) -> None:
     """Writes the result, with the other files of the source's directory. Raises as `check_target`,
     and StorageError."""
     check_target(out, plan.nbytes)
@@ -223,7 +221,7 @@ def _write_shard(path: Path, rows: Sequence[tuple[str, PlannedTensor]], progress
             for info in outcome.infos:
                 writer.write(info.name, values[info.name])
             del values  # Frees the memory before the next tensor is read.
-            progress(name, outcome.nbytes)
+            progress(description=name, advance=outcome.nbytes)
         writer.finish()
         writer.commit()
     finally:

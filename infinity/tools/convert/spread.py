@@ -46,7 +46,7 @@ _CHUNK_NBYTES = 16 * MIB
 _BUSY = "another process is spreading or gathering its shards"
 
 Mode = Literal["move", "copy"]
-Progress = Callable[[str, int], None]  # (name of the shard, further bytes)
+Progress = Callable[..., None]  # Of `description`, the shard, and `advance`, further bytes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan
     return SpreadPlan(directory, mode, tuple(moves))
 
 
-def run_spread(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
+def run_spread(plan: SpreadPlan, progress: Progress = lambda **_: None) -> None:
     """Does what a plan says. May be interrupted at any point and repeated. Raises StorageError."""
     with locked(plan.directory, _BUSY), reporting("spread", plan.directory):
         record = _read_record(plan.directory) or _Record(plan.mode, {}, {})
@@ -184,7 +184,7 @@ def plan_gather(directory: Path) -> SpreadPlan:
     return SpreadPlan(directory, record.mode, tuple(moves))
 
 
-def run_gather(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
+def run_gather(plan: SpreadPlan, progress: Progress = lambda **_: None) -> None:
     """Undoes `run_spread`. May be interrupted at any point and repeated. Raises StorageError."""
     directory = plan.directory
     with locked(directory, _BUSY), reporting("gather", directory):
@@ -274,7 +274,7 @@ def _copy_bytes(source: Path, partial: Path, progress: Progress) -> None:
             left = buffer[:count]
             while left:
                 left = left[write.write(left) :]
-            progress(source.name, count)
+            progress(description=source.name, advance=count)
         os.fsync(write.fileno())
         if os.fstat(write.fileno()).st_size != facts.st_size:
             raise StorageError(errno.EIO, operation="copy", path=str(source), detail="it shrank")

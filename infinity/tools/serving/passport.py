@@ -44,7 +44,7 @@ def write_passport(
     prompts: Path | None = None,
     locate: Locate | None = "layers",
     config: Path | None = None,
-    progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+    progress: Callable[..., None] = lambda **_: None,
 ) -> dict[str, Any]:
     """Writes `out`, whole or not at all, and returns what it is in words and numbers.
 

@@ -112,7 +112,7 @@ def make_sheet(
     *,
     config: Any = None,
     locate: Locate = "layers",
-    progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+    progress: Callable[..., None] = lambda **_: None,
 ) -> Sheet:
     """Computes the sheet of a saved adapter over its offloaded base.
 
@@ -121,7 +121,8 @@ def make_sheet(
     config: of the tiers, as `infinity.offload` takes it
     locate: the groups whose faults the sheet tells apart: "kinds" of modules, also "layers", also
         single "modules". Each fault takes one forward, which reads the base once
-    progress: is called with (what is computed, passes over the base so far, and in all)
+    progress: takes `description`, what is computed, and the passes over the base: `completed` ones,
+        and `total`
     """
     identity = identify(source)
     layers = _faulty_layers(adapted)
@@ -135,14 +136,14 @@ def make_sheet(
     offload(adapted, config, weights=source.path)
     try:
         adapted.eval()
-        progress("adapter", 0, total)
+        progress(description="adapter", completed=0, total=total)
         with_adapter = token_log_probs(adapted, prompts)
-        progress("base", 1, total)
+        progress(description="base", completed=1)
         with adapted.disable_adapter():
             base = token_log_probs(adapted, prompts)
         faults = []
         for number, (group, fault) in enumerate(planned, start=2):
-            progress(f"{group}: {fault}", number, total)
+            progress(description=f"{group}: {fault}", completed=number)
             with _changed([layers[name] for name in groups[group]], FAULTS[fault]):
                 faults.append(
                     FaultSignature(group, fault, token_log_probs(adapted, prompts[:_FAULT_PROMPTS]))

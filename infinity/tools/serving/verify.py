@@ -139,10 +139,10 @@ def ask(
     server: Server,
     sheet: Sheet,
     model: str | None,
-    progress: Callable[[int], None] = lambda _done: None,
+    progress: Callable[..., None] = lambda **_: None,
 ) -> Served:
     """Returns the served log-probabilities of the sheet's prompts. `model` may be None where the
-    server has one. Raises ConfigError."""
+    server has one. `progress` takes `completed`, the prompts so far. Raises ConfigError."""
     if model is None:
         names = server.models()
         if len(names) != 1:
@@ -151,7 +151,7 @@ def ask(
         model = names[0]
     found = []
     for number, prompt in enumerate(sheet.prompts):
-        progress(number)
+        progress(completed=number)
         found.append(server.log_probs(model, prompt))
     return found
 
