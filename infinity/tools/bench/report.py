@@ -166,36 +166,25 @@ def bandwidth_table(rows: Sequence[Row]) -> Table:
         table.add_row(Text(section, style="bold"))
         table.add_row(Text(f" {case}", style="dim"))
         for row in group:
-            _add_subject(table, row)
+            share = row.ceilings[0].share if row.ceilings else None
+            _add(table, f"  {row.subject}", row, share, _verdict(row.ok))
         for index, ceiling in enumerate(group[0].ceilings):
-            _add_ceiling(table, ceiling, is_best=index == 0, is_shared=len(group) > 1)
+            # The subject's line has the share of the best ceiling.
+            title = Text(f"    {'beside' if index else 'ceiling'}: {ceiling.name}", style="dim")
+            _add(table, title, ceiling, ceiling.share if index and len(group) == 1 else None)
     return table
 
 
-def _add_subject(table: Table, row: Row) -> None:
-    share = [row.ceilings[0].share] if row.ceilings else []
-    table.add_row(
-        f"  {row.subject}",
-        f"{row.gb_per_s.median:.2f}",
-        _spread(row),
-        "".join(f"{summary.median:.2f}" for summary in share),
-        "".join(f"{summary.low:.2f} - {summary.high:.2f}" for summary in share),
-        _cpu(row.cpu_s_per_gb),
-        _verdict(row.ok),
-    )
-
-
-def _add_ceiling(table: Table, ceiling: Against, *, is_best: bool, is_shared: bool) -> None:
-    """Adds the line of a ceiling. The subject's line has the share of the best ceiling."""
-    has_share = not is_best and not is_shared
-    table.add_row(
-        Text(f"    {'ceiling' if is_best else 'beside'}: {ceiling.name}", style="dim"),
-        f"{ceiling.gb_per_s.median:.2f}",
-        _spread(ceiling),
-        f"{ceiling.share.median:.2f}" if has_share else "",
-        f"{ceiling.share.low:.2f} - {ceiling.share.high:.2f}" if has_share else "",
-        _cpu(ceiling.cpu_s_per_gb),
-    )
+def _add(
+    table: Table,
+    title: str | Text,
+    of: Row | Against,
+    share: SampleSummary | None,
+    ok: Text | str = "",
+) -> None:
+    shares = ("", "") if share is None else (f"{share.median:.2f}", _spread(share))
+    median, cpu = f"{of.gb_per_s.median:.2f}", _cpu(of.cpu_s_per_gb)
+    table.add_row(title, median, _spread(of.gb_per_s), *shares, cpu, ok)
 
 
 def sweep_table(section: str, rows: Sequence[Row]) -> Table:
@@ -208,7 +197,11 @@ def sweep_table(section: str, rows: Sequence[Row]) -> Table:
         ceilings = line[0].ceilings
         table.add_row(
             short_size(float(line[0].labels["extent_nbytes"])),
-            *[f"{row.gb_per_s.median:.2f}{_bracket(row)}" for row in line],
+            *[
+                f"{row.gb_per_s.median:.2f}"
+                + "".join(f" ({best.share.median:.2f})" for best in row.ceilings[:1])
+                for row in line
+            ],
             f"{ceilings[0].gb_per_s.median:.2f} {ceilings[0].name}" if ceilings else "-",
             _range([row.cpu_s_per_gb for row in line if row.cpu_s_per_gb is not None]),
             _verdict(all(row.ok for row in line)),
@@ -246,12 +239,8 @@ def _latencies(latency_s: Mapping[float, float]) -> list[str]:
     ]
 
 
-def _spread(of: Row | Against) -> str:
-    return f"{of.gb_per_s.low:.2f} - {of.gb_per_s.high:.2f}"
-
-
-def _bracket(row: Row) -> str:
-    return f" ({row.ceilings[0].share.median:.2f})" if row.ceilings else ""
+def _spread(of: SampleSummary) -> str:
+    return f"{of.low:.2f} - {of.high:.2f}"
 
 
 def _cpu(value: float | None) -> str:

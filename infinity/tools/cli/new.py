@@ -156,6 +156,8 @@ def write_new(asked: NewOptions) -> None:
 
 
 def _refuse(asked: NewOptions) -> None:
+    from infinity.plan.files import refuse_no_model, refuse_unknown
+
     if asked.full and (asked.rank is not None or asked.experts):
         raise ConfigError("expected --full, or --lora and --experts; got both. Leave one out")
     if asked.sweep and (asked.full or asked.experts or asked.ranks > 1):
@@ -169,7 +171,13 @@ def _refuse(asked: NewOptions) -> None:
             f"--batch {asked.batch}: expected a multiple of --ranks {asked.ranks}, because "
             "each rank has as many sequences of a step"
         )
-    _refuse_absent(asked)
+    # Paths that lead nowhere are refused before torch is imported.
+    refuse_no_model(asked.directory)
+    if asked.hardware is not None:
+        refuse_unknown("hardware", asked.hardware)
+    missing = next((path for path in asked.data or () if not path.exists()), None)
+    if missing is not None:
+        raise ConfigError(f"--data {missing}: there is no such file or directory")
     file = asked.file
     if file is None:
         return
@@ -203,18 +211,6 @@ def _swept(asked: NewOptions) -> tuple[dict[str, Any], ...]:
         values_of = {key: _SWEPT[key](value) for key, value in pairs}
         found.append({"name": re.sub(r"[^A-Za-z0-9_-]", "_", name)} | values_of)
     return tuple(found)
-
-
-def _refuse_absent(asked: NewOptions) -> None:
-    """Raises ConfigError for paths that lead nowhere, before torch is imported."""
-    from infinity.plan.files import refuse_no_model, refuse_unknown
-
-    refuse_no_model(asked.directory)
-    if asked.hardware is not None:
-        refuse_unknown("hardware", asked.hardware)
-    missing = next((path for path in asked.data or () if not path.exists()), None)
-    if missing is not None:
-        raise ConfigError(f"--data {missing}: there is no such file or directory")
 
 
 def _refuse_model(asked: NewOptions, directory: ModelDirectory) -> None:

@@ -215,7 +215,8 @@ def judge(sheet: Sheet, served: Served, base: Served | None = None) -> Verdict:
     hidden = [
         fault.group
         for fault in sheet.faults
-        if fault.fault == MISSING and _rms_between(fault.log_probs, sheet.adapter) <= noise
+        if fault.fault == MISSING
+        and _rms(_flat(fault.log_probs) - _flat(sheet.adapter[: len(fault.log_probs)])) <= noise
     ]
     outcome, sentence = _outcome(states, effect, deviation, noise)
     return Verdict(
@@ -302,8 +303,7 @@ class _Compared:
 
     def of(self, log_probs: LogProbs) -> Numbers:
         """Returns the sheet's numbers for these tokens."""
-        flat = np.array([value for row in log_probs[: self._rows] for value in row])
-        kept: Numbers = flat[self._kept]
+        kept: Numbers = _flat(log_probs[: self._rows])[self._kept]
         return kept
 
 
@@ -311,5 +311,5 @@ def _rms(values: Numbers) -> float:
     return float(np.sqrt(np.mean(values**2)))
 
 
-def _rms_between(one: LogProbs, other: LogProbs) -> float:
-    return _rms(np.concatenate([np.subtract(a, b) for a, b in zip(one, other, strict=False)]))
+def _flat(log_probs: LogProbs) -> Numbers:
+    return np.array([value for row in log_probs for value in row])

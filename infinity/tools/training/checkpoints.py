@@ -275,7 +275,15 @@ class RunCheckpoints:
     def after_step(self, step: int, interrupt: Interrupt) -> None:
         """Saves or commits the step, if its turn has come."""
         with self._full_drive_spared(step):
-            self._after_step(step, interrupt)
+            if self._saving is not None and self._saving.done():
+                self._note_saved(self._saving)
+            if self._is_saved(step):
+                self.save(step, interrupt)
+            elif self.commits_steps:
+                with self._summary.phase("commit_s"):
+                    self._reporter.sync()
+                    trainer = self._job.trainer
+                    commit(self._job.model, trainer.offloaded_optimizer, **self._position(step))
 
     def end(self, step: int, interrupt: Interrupt) -> None:
         """Saves the last step, and waits for its copy. An interrupted run has nothing else."""
@@ -295,17 +303,6 @@ class RunCheckpoints:
                 raise
             self._saving = None
             self._reporter.note(f"warning: no checkpoint of step {step}: {error}; the run goes on")
-
-    def _after_step(self, step: int, interrupt: Interrupt) -> None:
-        if self._saving is not None and self._saving.done():
-            self._note_saved(self._saving)
-        if self._is_saved(step):
-            self.save(step, interrupt)
-        elif self.commits_steps:
-            with self._summary.phase("commit_s"):
-                self._reporter.sync()
-                trainer = self._job.trainer
-                commit(self._job.model, trainer.offloaded_optimizer, **self._position(step))
 
     def save(self, step: int, interrupt: Interrupt) -> None:
         """Saves a checkpoint of this step, if the file has `[checkpoint]` and none exists yet."""

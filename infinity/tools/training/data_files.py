@@ -223,6 +223,13 @@ def _matching(location: Path, pattern: str) -> list[Path]:
         raise ConfigError(f"data.paths: pattern {pattern[:80]!r}: {error}") from None
 
 
+def stamp_of(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """Returns what tells the content of a file, or of those in a directory, from another: names,
+    bytes and times."""
+    files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
+    return tuple((str(file), (s := file.stat()).st_size, s.st_mtime_ns) for file in files)
+
+
 def texts_in(value: Any, *, but: str = "") -> Iterator[str]:
     """Yields the texts of a record, but for those under the key `but`."""
     if isinstance(value, str):

@@ -27,6 +27,7 @@ from infinity.errors import ConfigError
 from infinity.tools.training.bounded_call import call_bounded
 from infinity.tools.training.chat import Template, Writer, map_records, open_template
 from infinity.tools.training.conversation import Message
+from infinity.tools.training.data_files import stamp_of
 from infinity.tools.training.tokenizers import Tokenizer
 
 _log = logging.getLogger("infinity")
@@ -200,7 +201,9 @@ def learned_images(
         assistant_only_loss=assistant_only and is_chat,
         chat_template=template.text,
     )
-    stamps = [_stamp(image["path"]) for row in dataset["images"] for image in row if image["path"]]
+    # Files that change are other results in the cache of `datasets`.
+    paths = [Path(image["path"]) for row in dataset["images"] for image in row if image["path"]]
+    stamps = [stamp_of(path) for path in paths if path.exists()]
     facts = {name: datasets.Value("int64") for name in ("num_tokens", "largest_id", "num_learned")}
     read = partial(_read, template=template, collate=collate, length=length, stamps=stamps)
     found = map_records(dataset, facts | {"sha256": datasets.Value("string")}, read, place)
@@ -237,14 +240,6 @@ def _refuse_mixed(dataset: Any, rows: list[int], collate: Any, place: str) -> No
 
     place_of = lambda _: f"data.paths: {place}"  # noqa: E731
     list(call_bounded(call, [rows, rows[::-1]], place_of=place_of))
-
-
-def _stamp(path: str) -> tuple[str, int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return path, status.st_size, status.st_mtime_ns
 
 
 def _as_completions(dataset: Any, place: str) -> Any:

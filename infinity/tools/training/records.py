@@ -29,7 +29,7 @@ from infinity.tools.training.conversation import (
     tools_of,
     with_system,
 )
-from infinity.tools.training.data_files import Row, read_rows
+from infinity.tools.training.data_files import Row, read_rows, stamp_of
 from infinity.tools.training.images import COLUMNS as IMAGE_COLUMNS
 from infinity.tools.training.images import place_images
 
@@ -88,7 +88,7 @@ def load_records(paths: Sequence[Path], *, vocab_size: int | None = None) -> Any
             raise ConfigError(f"data.paths: {empty} is empty; expected records: {_ALL_COLUMNS}")
         raise ConfigError(f"data.paths: {paths[0]} has no records ({len(paths)} files in all)")
     options = {"paths": tuple(map(str, paths)), "vocab_size": vocab_size}
-    stamps = {"stamps": tuple(_stamp(path) for path in paths), "form": _FORM}
+    stamps = {"stamps": tuple(stamp_of(path) for path in paths), "form": _FORM}
     try:
         found = datasets.Dataset.from_generator(
             _generate, features=_features(first), gen_kwargs=options | stamps, writer_batch_size=100
@@ -213,11 +213,6 @@ def _is_json(name: str, value: Any) -> bool:
     return name in _OPTIONAL or (
         isinstance(value, list) and not (name in ("input_ids", "images") or name in MASKS)
     )
-
-
-def _stamp(path: Path) -> tuple[tuple[str, int, int], ...]:
-    files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
-    return tuple((str(file), (s := file.stat()).st_size, s.st_mtime_ns) for file in files)
 
 
 def _read(paths: Sequence[Path], vocab_size: int | None) -> Iterator[Row]:
