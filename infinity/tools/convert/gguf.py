@@ -16,7 +16,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +41,6 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _MERGED_LAST = "up"  # The second half of `gate_up_proj`, as transformers merges them.
 
 
-@dataclass(frozen=True, slots=True)
-class _GgufTensor:
-    """A tensor of a GGUF file: `data` is mapped, rows of numbers or of bytes of blocks."""
-
-    name: str
-    kind: str
-    numel: int
-    data: np.ndarray[Any, Any]
-
-
 class GgufSource:
     """The files of one model, mapped into memory. Close it."""
 
@@ -67,7 +56,8 @@ class GgufSource:
         self.path = path
         self.files = _files_of(path)
         self.scratch = Path(tempfile.mkdtemp(prefix="infinity-gguf-"))
-        self.tensors: list[dict[str, _GgufTensor]] = []
+        # Of each file gguf's own: `data` is mapped, rows of numbers or of bytes of blocks.
+        self.tensors: list[dict[str, Any]] = []
         self.architecture = ""
         for file in self.files:
             try:
@@ -76,14 +66,7 @@ class GgufSource:
                     self.architecture = str(reader.fields["general.architecture"].contents())
             except (ValueError, KeyError, IndexError, OverflowError) as error:
                 raise corrupt(str(file), f"it cannot be read as GGUF: {error}") from None
-            self.tensors.append(
-                {
-                    tensor.name: _GgufTensor(
-                        tensor.name, tensor.tensor_type.name, int(tensor.n_elements), tensor.data
-                    )
-                    for tensor in reader.tensors
-                }
-            )
+            self.tensors.append({tensor.name: tensor for tensor in reader.tensors})
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +120,7 @@ def _plan(source: GgufSource, say: Callable[[str], None]) -> DirectoryPlan:
             f"{source.path.name} scales its rotary positions ({_ROPE_FACTORS}), which config.json "
             "says as rope_scaling: put the config.json of the original model beside the file"
         )
-    parts: dict[str, list[_GgufTensor]] = {}
+    parts: dict[str, list[Any]] = {}
     for name, target in targets.items():
         parts.setdefault(target, []).append(stored[name])
     expected = model.state_dict()
@@ -213,7 +196,7 @@ def _tokenizer_files(source: GgufSource) -> tuple[Path, ...]:
     return tuple(({path.name: path for path in beside} | made).values())
 
 
-def _targets(model: Any, processor: Any, stored: Mapping[str, _GgufTensor]) -> dict[str, str]:
+def _targets(model: Any, processor: Any, stored: Mapping[str, Any]) -> dict[str, str]:
     """Returns the name in the model of each tensor that the model has a place for."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
@@ -227,11 +210,11 @@ def _targets(model: Any, processor: Any, stored: Mapping[str, _GgufTensor]) -> d
 
 
 def _planned(
-    target: str, shape: tuple[int, ...], tensors: list[_GgufTensor], processor: Any
+    target: str, shape: tuple[int, ...], tensors: list[Any], processor: Any
 ) -> PlannedTensor:
-    kinds = {tensor.kind for tensor in tensors}
-    kind = tensors[0].kind
-    numel = sum(tensor.numel for tensor in tensors)
+    kinds = {tensor.tensor_type.name for tensor in tensors}
+    kind = tensors[0].tensor_type.name
+    numel = sum(int(tensor.n_elements) for tensor in tensors)
     if numel != math.prod(shape):
         raise ConfigError(
             f"{tensors[0].name!r} has {numel:,} elements, and {target} of the described model "
@@ -266,9 +249,7 @@ def _planned(
     return PlannedTensor((info,), make)
 
 
-def _numbers(
-    tensors: list[_GgufTensor], processor: Any, shape: tuple[int, ...], kind: str
-) -> torch.Tensor:
+def _numbers(tensors: list[Any], processor: Any, shape: tuple[int, ...], kind: str) -> torch.Tensor:
     """Returns numbers as transformers has them, in the dtype of the file."""
     from gguf import GGMLQuantizationType, dequantize
 
@@ -281,7 +262,7 @@ def _numbers(
     return torch.from_numpy(np.array(merged)).to(_NUMBERS[kind]).view(shape)
 
 
-def _order_of_rows(tensor: _GgufTensor, processor: Any) -> np.ndarray[Any, Any] | None:
+def _order_of_rows(tensor: Any, processor: Any) -> np.ndarray[Any, Any] | None:
     """Returns the order in which the model has the rows of a tensor; None for that of the file.
 
     Raises ConfigError if more than rows would have to move.
@@ -299,8 +280,8 @@ def _order_of_rows(tensor: _GgufTensor, processor: Any) -> np.ndarray[Any, Any] 
     return None if np.array_equal(order, np.arange(rows)) else order
 
 
-def _changed(tensor: _GgufTensor) -> ConfigError:
+def _changed(tensor: Any) -> ConfigError:
     return ConfigError(
-        f"{tensor.name!r} is {tensor.kind}, and transformers changes more in it than the order of "
-        "rows; use a file that has it in F16 or BF16"
+        f"{tensor.name!r} is {tensor.tensor_type.name}, and transformers changes more in it than "
+        "the order of rows; use a file that has it in F16 or BF16"
     )

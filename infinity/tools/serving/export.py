@@ -105,21 +105,6 @@ class _Factors:
     is_packed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Adapter:
-    """A saved adapter, and its factors by the names of the stored tensors without ".weight"."""
-
-    config: dict[str, Any]
-    model_config: Any
-    factors: dict[str, _Factors]
-
-    @property
-    def alpha(self) -> float:
-        """The alpha whose quotient by the rank is the scale."""
-        rank, alpha = self.config["r"], self.config["lora_alpha"]
-        return float(alpha * math.sqrt(rank) if self.config.get("use_rslora") else alpha)
-
-
 def plan_export(
     adapter: Path, adapted: Any, changes: dict[str, list[Change]], server: Server
 ) -> Callable[[Path], None]:
@@ -152,9 +137,14 @@ def plan_export(
         lacking = [other for other in needed if f"{parent}.{other}" not in factors]
         if lacking:
             refused.setdefault(f"it needs {listed(lacking)} with it", []).append(name)
-    saved = _Adapter(config, adapted.get_base_model().config, factors)
-    plan = _plan_gguf if server == "gguf" else _plan_safetensors
-    write = plan(saved, loader, refused)
+    # The alpha whose quotient by the rank is the scale.
+    alpha = float(
+        config["lora_alpha"] * (math.sqrt(config["r"]) if config.get("use_rslora") else 1)
+    )
+    if server == "gguf":
+        write = _plan_gguf(adapted.get_base_model().config, factors, alpha, loader, refused)
+    else:
+        write = _plan_safetensors(config, factors, alpha, loader, refused)
     if refused:
         reasons = "; ".join(f"{listed(names)}: {why}" for why, names in refused.items())
         raise UnsupportedError(
@@ -221,31 +211,35 @@ def _factors(change: Change) -> _Factors:
 
 
 def _plan_safetensors(
-    saved: _Adapter, loader: Loader, refused: dict[str, list[str]]
+    saved: dict[str, Any],
+    found: dict[str, _Factors],
+    alpha: float,
+    loader: Loader,
+    refused: dict[str, list[str]],
 ) -> Callable[[Path], None]:
-    """PEFT's format, with the names of the checkpoint."""
+    """PEFT's format, with the names of the checkpoint. `saved`: its adapter_config.json."""
     tensors = {}
-    for name, factors in saved.factors.items():
+    for name, factors in found.items():
         module = name
         if factors.is_packed:  # The wrapper of `down_proj` is around that of `gate_up_proj`.
             parent, _, last = name.rpartition(".")
             module = parent if last == "down_proj" else f"{parent}.base_layer"
             other = "gate_up_proj" if last == "down_proj" else "down_proj"
-            if f"{parent}.{other}" not in saved.factors:
+            if f"{parent}.{other}" not in found:
                 refused.setdefault(f"it needs {other!r} with it", []).append(name)
         tensors[f"{PREFIX}{module}.lora_A.weight"] = factors.a
         tensors[f"{PREFIX}{module}.lora_B.weight"] = factors.b
-    has_packed = any(factors.is_packed for factors in saved.factors.values())
+    has_packed = any(factors.is_packed for factors in found.values())
     config = {
-        **saved.config,
-        "target_modules": sorted({name.rpartition(".")[2] for name in saved.factors}),
-        "target_parameters": saved.config.get("target_parameters") if has_packed else None,
+        **saved,
+        "target_modules": sorted({name.rpartition(".")[2] for name in found}),
+        "target_parameters": saved.get("target_parameters") if has_packed else None,
         "exclude_modules": None,
         "rank_pattern": {},
         "alpha_pattern": {},
     }
     if not loader.reads_rslora:
-        config |= {"use_rslora": False, "lora_alpha": saved.alpha}
+        config |= {"use_rslora": False, "lora_alpha": alpha}
 
     def write(out: Path) -> None:
         infos = [
@@ -269,7 +263,11 @@ def _plan_safetensors(
 
 
 def _plan_gguf(
-    saved: _Adapter, loader: Loader, refused: dict[str, list[str]]
+    config: Any,
+    saved: dict[str, _Factors],
+    alpha: float,
+    loader: Loader,
+    refused: dict[str, list[str]],
 ) -> Callable[[Path], None]:
     """The layout of convert_lora_to_gguf.py: the experts of a layer stacked, names of gguf."""
     try:
@@ -278,7 +276,6 @@ def _plan_gguf(
         raise ConfigError(
             "GGUF files are written by the gguf package: pip install 'infinity-offload[gguf]'"
         ) from None
-    config = saved.model_config
     if config.model_type not in _ARCHITECTURES:
         raise UnsupportedError(
             f"an adapter of a {config.model_type} is not written as GGUF, because {loader.release} "
@@ -289,7 +286,7 @@ def _plan_gguf(
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(key, config.num_hidden_layers)
     found: dict[str, list[_Factors]] = {}
-    for name, factors in saved.factors.items():
+    for name, factors in saved.items():
         target = names.get_name(_EXPERT.sub("", name))
         if target is None:
             refused.setdefault("gguf has no name for it", []).append(name)
@@ -306,7 +303,7 @@ def _plan_gguf(
         writer = gguf.GGUFWriter(out / GGUF_NAME, architecture)
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, saved.alpha)
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
         for target, experts in found.items():
             for suffix, sides in (("a", [e.a for e in experts]), ("b", [e.b for e in experts])):
                 side = torch.stack(sides) if len(sides) > 1 else sides[0]
