@@ -3,7 +3,6 @@ removes what ended jobs have left."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -192,17 +191,6 @@ def _print(found: Inspection) -> None:
 _FORMATS = (".toml", ".yaml", ".yml", ".json")
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """What one swap directory holds. `state`: "clean", "removed", "stale" (with --dry-run), "in
-    use" by a living job, or "kept" because a run can be resumed from it."""
-
-    path: str
-    state: str
-    nbytes: int
-    detail: str
-
-
 def clean(
     places: Annotated[
         list[Path], arg("PLACE", "Swap directories, or configuration files that name them.")
@@ -225,10 +213,11 @@ def clean(
     ]
     lines = []
     for left in found:
-        space = f", {format_nbytes(left.nbytes)}" if left.nbytes else ""
-        lines.append(f"{left.path}: {left.state}{space}{left.detail and '; ' + left.detail}")
-    reply([asdict(left) for left in found], "\n".join(lines))
-    if any(left.state == "in use" for left in found):
+        space = f", {format_nbytes(left['nbytes'])}" if left["nbytes"] else ""
+        detail = f"; {left['detail']}" if left["detail"] else ""
+        lines.append(f"{left['path']}: {left['state']}{space}{detail}")
+    reply(found, "\n".join(lines))
+    if any(left["state"] == "in use" for left in found):
         raise typer.Exit(1)
 
 
@@ -251,20 +240,26 @@ def _directories(places: list[Path]) -> list[Path]:
     return list(found)
 
 
-def _clean(directory: Path, *, commits: bool, dry_run: bool) -> Left:
+def _clean(directory: Path, *, commits: bool, dry_run: bool) -> dict[str, Any]:
+    """Returns what one swap directory holds. `state`: "clean", "removed", "stale" (with --dry-run),
+    "in use" by a living job, or "kept" because a run can be resumed from it."""
     from infinity.checkpoint.run.directory import list_checkpoints
 
-    path, swaps = str(directory), swap_contents(directory)
+    swaps = swap_contents(directory)
     steps = [step for place in commit_places(directory) for step in list_checkpoints(place)]
     nbytes = sum(file.taken_nbytes for swap in swaps for file in swap.files)
+
+    def left(state: str, detail: str = "") -> dict[str, Any]:
+        return {"path": str(directory), "state": state, "nbytes": nbytes, "detail": detail}
+
     if not swaps and not steps:
-        return Left(path, "clean", 0, "")
+        return left("clean")
     held = next((swap for swap in swaps if swap.is_held), None)
     if held is not None:
         who = f"process {held.holder.get('pid')} on {held.holder.get('host')}"
-        return Left(path, "in use", nbytes, who)
+        return left("in use", who)
     if steps and not commits:
-        return Left(path, "kept", nbytes, "a run can be resumed from it; --commits removes it")
+        return left("kept", "a run can be resumed from it; --commits removes it")
     if dry_run:
-        return Left(path, "stale", nbytes, ", ".join(file.name for s in swaps for file in s.files))
-    return Left(path, "removed", nbytes, ", ".join(remove_contents(directory, swaps)))
+        return left("stale", ", ".join(file.name for s in swaps for file in s.files))
+    return left("removed", ", ".join(remove_contents(directory, swaps)))
