@@ -60,13 +60,16 @@ def picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
         if str(span.track) in bars and start_ns < end_ns:
             bar = ((start_ns - step.start_ns) / 1e6, (end_ns - start_ns) / 1e6, _name(span))
             bars[str(span.track)].append(bar)
+    tracks = []
+    for use in step.tracks:
+        kind = Track(use.track if use.track in _COLORS else use.track.partition(" ")[0])
+        named, color = bars[use.track], _COLORS.get(kind, _OTHER_COLOR)
+        group = Bars(color, [bar[:2] for bar in named], [bar[2] for bar in named])
+        tracks.append((f"{use.track}  {use.share:.0%}", [group]))
     return TrackPicture(
         title=_finding(step),
         time_label="milliseconds from the start of the step",
-        tracks=[
-            (f"{use.track}  {use.share:.0%}", [_bars_of(use.track, bars[use.track])])
-            for use in step.tracks
-        ],
+        tracks=tracks,
         intervals=_phases(spans, step),
         end=step.length_s * 1e3,
         unit_s=1e-3,
@@ -90,12 +93,6 @@ def _name(span: Span) -> str:
 
 def _end_ns(step: StepSummary) -> int:
     return step.start_ns + round(step.length_s * 1e9)
-
-
-def _bars_of(track: str, named: Sequence[tuple[float, float, str]]) -> Bars:
-    kind = Track(track) if track in _COLORS else Track(track.partition(" ")[0])
-    color = _COLORS.get(kind, _OTHER_COLOR)
-    return Bars(color, [bar[:2] for bar in named], [bar[2] for bar in named])
 
 
 def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedInterval]:

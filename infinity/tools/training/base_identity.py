@@ -49,26 +49,22 @@ def identify(source: WeightSource) -> BaseIdentity:
     """
     facts = source.stored_facts()
     table = json.dumps(sorted(facts.items())).encode()
-    heads = source.heads(_sampled(sorted(facts)), _SAMPLE_NBYTES)
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(facts):
+        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    # Of each kind the first name, the last, and those between at equal distances.
+    sampled = [
+        same[index * (len(same) - 1) // (_SAMPLES - 1)]
+        for same in kinds.values()
+        for index in range(_SAMPLES)
+    ]
+    heads = source.heads(sampled, _SAMPLE_NBYTES)
     samples = hashlib.sha256()
     for name, head in sorted(heads.items()):
         samples.update(f"{name} {len(head)}\n".encode() + head)
     return BaseIdentity(
         os.path.abspath(source.path), hashlib.sha256(table).hexdigest(), samples.hexdigest()
     )
-
-
-def _sampled(names: list[str]) -> list[str]:
-    """Returns some of the names of each kind: the first, the last, and those between at equal
-    distances."""
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    return [
-        same[index * (len(same) - 1) // (_SAMPLES - 1)]
-        for same in kinds.values()
-        for index in range(_SAMPLES)
-    ]
 
 
 def write_identity(identity: BaseIdentity, directory: Path) -> None:

@@ -193,7 +193,12 @@ def _message(turn: Any, at: str) -> Message:
         message["content"] = _content(content, f"{at}.{content_key}")
     check_values(own, at)
     own |= {key: text_of(own[key], f"{at}.{key}") for key in (*REASONING, "name") if key in own}
-    _refuse_fields(turn, at)
+    for name in _REFUSED:
+        if turn.get(name) not in (None, False, "", [], {}):
+            raise ConfigError(
+                f"{at}.{name}: expected a message without it: it changes what is learned, and a "
+                "run cannot follow it. Remove the field, or the record"
+            )
     if not _is_learned(turn, message["role"], at):
         message["weight"] = 0
     return message | own
@@ -243,15 +248,6 @@ def _checked_calls(calls: Any, at: str) -> list[Any]:
             raise ConfigError(f"{at}[{index}]: expected a call with the name of a function")
     check_values(calls, at)
     return calls
-
-
-def _refuse_fields(turn: Message, at: str) -> None:
-    for name in _REFUSED:
-        if turn.get(name) not in (None, False, "", [], {}):
-            raise ConfigError(
-                f"{at}.{name}: expected a message without it: it changes what is learned, and a "
-                "run cannot follow it. Remove the field, or the record"
-            )
 
 
 def _is_learned(turn: Message, role: str, at: str) -> bool:
