@@ -20,6 +20,7 @@ from infinity.tools.training.report import Reporter, Summary, line_of
 from infinity.tools.training.trainer import Step
 from tests.support.commands import imported_by, run_command
 
+BEGUN_S = time.time()  # Once: the time left follows from differences, to the second.
 AFTER = {"nvme_write_nbytes": 1e9, "read_wait_s": 0.5, "copy_wait_s": 0.25, "update_s": 0.25,
          "host_in_use_nbytes": 1 << 30}  # fmt: skip
 
@@ -31,7 +32,7 @@ def line(step: int, **more: Any) -> dict[str, Any]:
         Step(number=step, loss=2.0 + 4 / step, grad_norm=0.5, num_tokens=1000, learning_rate=1e-4,
              held_out_loss=held_out), {}, AFTER, 2.0,
     )  # fmt: skip
-    state = {"steps": 1000, "resumed_at": 0, "checkpoint": None, "ended_s": time.time() + 3 * step}
+    state = {"steps": 1000, "resumed_at": 0, "checkpoint": None, "ended_s": BEGUN_S + 3 * step}
     return found | state | more
 
 
