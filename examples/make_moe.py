@@ -72,7 +72,7 @@ def make(changes: dict[str, int], arguments: argparse.Namespace) -> None:
     try:
         model.save_pretrained(scratch / "bf16")
         plan = plan_quantize(scratch / "bf16", "int4")
-        write_directory(plan, arguments.output, lambda *_: None)
+        write_directory(plan, arguments.output)
     finally:
         shutil.rmtree(scratch)
     print(

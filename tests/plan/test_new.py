@@ -356,7 +356,7 @@ def moe(directory: Path, *, is_quantised: bool) -> Path:
     plain = directory.with_name(f"{directory.name}-bf16") if is_quantised else directory
     model.save_pretrained(plain)
     if is_quantised:
-        write_directory(plan_quantize(plain, "int4"), directory, lambda *_: None)
+        write_directory(plan_quantize(plain, "int4"), directory)
     return directory
 
 
