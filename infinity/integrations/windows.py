@@ -48,6 +48,7 @@ _KNOWN_STEPS = {
     ("trl.experimental.orpo.orpo_trainer", "ORPOTrainer"),
 }
 _DPO = ("trl.trainer.dpo_trainer", "DPOTrainer")
+_KTO = ("trl.trainer.kto_trainer", "KTOTrainer")
 
 # Methods of a Trainer that run outside of the micro-batches, and events of callbacks that do.
 _OUTSIDE_STEPS = frozenset({
@@ -478,9 +479,36 @@ class LayerMajorSteps:
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Overrides Trainer's: TRL's reference runs beside the policy, block by block."""
         if self._is_reference_beside:
-            call = partial(self.compute_ref_log_probs, model, inputs)  # type: ignore[attr-defined]
-            inputs = _Referenced(inputs, infinity.beside(self.model, call))
+            inputs = {**inputs, **self._reference_beside(model, inputs)}
         return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
+
+    def _reference_beside(self, model: Any, inputs: Any) -> dict[str, _Late]:
+        """Starts the calls of the reference. Returns what a loss takes as precomputed."""
+        compute: Any = self.compute_ref_log_probs  # type: ignore[attr-defined]
+        if _owner_of(self, "_compute_loss") == _DPO:
+            found = infinity.beside(self.model, partial(compute, model, inputs))
+            return {
+                f"ref_{side}_logps": _Late(found, index)
+                for index, side in enumerate(("chosen", "rejected"))
+            }
+        # KTO computes those of the completions and then those of its KL term, in the same way.
+        alone: Any = copy.copy(self)
+        is_more = alone.calculate_KL
+        alone.calculate_KL = False
+        references = {}
+        for part in ("", "KL_") if is_more else ("",):
+            names = ("input_ids", "attention_mask", "completion_mask")
+            batch = {name: inputs[part + name] for name in names}
+            found = infinity.beside(self.model, partial(alone.compute_ref_log_probs, model, batch))
+            references[f"ref_{part}logps"] = _Late(found, 0)
+        return references
+
+    def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
+        """Overrides KTOTrainer's: the KL term of the policy runs beside the rest of its loss."""
+        compute = partial(super()._compute_kl_logps, model, batch)  # type: ignore[misc]
+        if not (self._is_reference_beside and self.calculate_KL):  # type: ignore[attr-defined]
+            return compute()
+        return _Late(infinity.beside(self.model, compute))
 
 
 def _settings(model: torch.nn.Module) -> int:
@@ -499,27 +527,42 @@ def _settings(model: torch.nn.Module) -> int:
     return hash((trained, tuple(modules)))
 
 
-class _Referenced(dict[str, Any]):
-    """Inputs of DPO whose log probabilities of the reference come from a call beside the policy's.
+class _Late:
+    """A tensor of a call beside the loss. What the loss does with it waits for the call.
 
-    The loss asks for them after the policy's call, as it asks for precomputed ones.
+    found: returns the tensor, or tensors of which `index` is one
     """
 
-    def __init__(self, inputs: Any, reference: Callable[[], tuple[Any, Any]]) -> None:
-        super().__init__(inputs)
-        self._reference = reference
+    def __init__(self, found: Callable[[], Any], index: int | None = None) -> None:
+        self.found, self.index = found, index
 
-    def __missing__(self, key: str) -> Any:
-        chosen, rejected = self._reference()
-        return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}[key]
+    def value(self) -> Any:
+        """Returns the tensor, when the call has ended."""
+        return self.found() if self.index is None else self.found()[self.index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value(), name)
+
+    def __sub__(self, other: Any) -> Any:
+        return self.value() - other
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args = [arg.value() if isinstance(arg, _Late) else arg for arg in args]
+        return function(*args, **(kwargs or {}))
+
+
+def _owner_of(trainer: Any, method: str) -> tuple[str, str] | None:
+    """Returns the module and name of the class that a trainer has a method of, or None."""
+    owner = next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
+    return None if owner is None else (owner.__module__, owner.__name__)
 
 
 def _shares_reference(trainer: Any) -> bool:
-    """Whether a DPO trainer computes its reference by another call of the same model."""
-    methods = ("_compute_loss", "compute_ref_log_probs")
-    owners = [
-        next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
-        for method in methods
-    ]
-    is_dpo = all(cls is not None and (cls.__module__, cls.__name__) == _DPO for cls in owners)
-    return is_dpo and trainer.ref_model is None and not trainer.precompute_ref_logps
+    """Whether a DPO or KTO trainer computes its reference by another call of the same model."""
+    owners = {_owner_of(trainer, name) for name in ("_compute_loss", "compute_ref_log_probs")}
+    has_images = vars(trainer).get("_is_vision_dataset", False)  # KTO's methods leave them out.
+    is_known = owners == {_DPO} or (owners == {_KTO} and not has_images)
+    return is_known and trainer.ref_model is None and not trainer.precompute_ref_logps

@@ -298,14 +298,15 @@ def test_llama_4_trains_although_its_classes_lack_what_trl_asks_for(
         infinity.engine_of(each).close()
 
 
-def test_dpo_reads_its_base_as_often_as_sft(tmp_path: Path, trusted_tests: None) -> None:
+def test_dpo_and_kto_read_their_base_as_often_as_sft(tmp_path: Path, trusted_tests: None) -> None:
     """Twice a step, as counted by the engine: policy and reference pass each block together, and so
     do all micro-batches."""
     options: dict[str, Any] = {"lora": True, "dropout": 0.0, "width": 128, "layers": 10}
     model = make_model(**options)
     base = sum(p.numel() * 4 for n, p in model.named_parameters() if ".layers." in n)
     read = {}
-    for make_trainer, order in ((sft, None), (dpo, None), (dpo, False)):
+    runs = [(sft, None), (dpo, None), (dpo, False), (kto, None), (kto, False)]
+    for make_trainer, order in runs:
         config = swap(tmp_path / "swap")
         config["tiers"]["host"]["capacity"] = "1800KiB"
         config |= {"placement": {"parameters": ["nvme"]}, "schedule": {"prefetch": False}}
@@ -319,8 +320,9 @@ def test_dpo_reads_its_base_as_often_as_sft(tmp_path: Path, trusted_tests: None)
             prepare_trainer(trainer, layer_major=order).train()
         read[make_trainer.__name__, order] = counts[-1] - counts[-2]
     assert read["sft", None] <= 2.1 * base, (read, base)
-    assert read["dpo", None] <= 1.02 * read["sft", None], read
-    assert read["dpo", False] >= 1.3 * 4 * read["dpo", None], read
+    for name in ("dpo", "kto"):
+        assert read[name, None] <= 1.03 * read["sft", None], read
+        assert read[name, False] >= 1.3 * 4 * read[name, None], read
 
 
 class CountsReads(TrainerCallback):
