@@ -114,7 +114,9 @@ def _prepare(
     reference = build_reference(config)
     trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference)
     if config.train.distill is not None:
-        _give_teacher(trainer, config, data, plan, tokenizer, reference)
+        where = output.path if output is not None else None
+        teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, reference, where)
+        _give_teacher(trainer, config, data, teacher)
     num_tokens, largest, sha256 = measure(
         trainer.train_dataset, data.files, config.data.sequence_length
     )
@@ -138,23 +140,16 @@ def _prepare(
     )
 
 
-def _give_teacher(
-    trainer: Any,
-    config: SwapConfig,
-    data: JobData,
-    plan: ModelPlan,
-    tokenizer: Tokenizer,
-    model: Any,
-) -> None:
-    """Gives the trainer its teacher: `model`, or the file. Raises ConfigError."""
-    assert config.train and config.train.distill and config.data
+def _give_teacher(trainer: Any, config: SwapConfig, data: JobData, teacher: Teacher) -> None:
+    """Gives the trainer its teacher. Raises ConfigError for data that a teacher does not know."""
+    assert config.data is not None
     if config.data.packing or data.processor is not None:
         raise ConfigError(
             'train.method: "distill" finds a sequence by its token ids; expected data without '
             "packing and without images"
         )
-    trainer.teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, model)
-    trainer.teacher.refuse_unknown([trainer.train_dataset, trainer.eval_dataset])
+    teacher.refuse_unknown([trainer.train_dataset, trainer.eval_dataset])
+    trainer.teacher = teacher
 
 
 def _check_checkpoint_space(model: Any, config: SwapConfig, output: Path) -> None:

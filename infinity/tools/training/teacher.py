@@ -20,7 +20,7 @@ import torch
 from infinity.checkpoint import weight_source
 from infinity.config.hub import in_hub_cache
 from infinity.config.schema.train import Distill
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.tools.logprobs import check, in_sweeps, score_sequence
 from infinity.tools.training.base_identity import identify
 from infinity.tools.training.divergence import Likeliest
@@ -34,12 +34,18 @@ class Teacher:
 
     vocab_size, tokenizer: those of the student
     model: on meta, and offloaded before the first step; None reads the file
+    directory: where a copy of what a file says lies, by places, as long as this object
 
     Raises ConfigError for a teacher of another tokenizer, and for a file of another kind.
     """
 
     def __init__(
-        self, options: Distill, vocab_size: int, tokenizer: Tokenizer, model: Any = None
+        self,
+        options: Distill,
+        vocab_size: int,
+        tokenizer: Tokenizer,
+        model: Any = None,
+        directory: Path | None = None,
     ) -> None:
         self.options = options
         self._model = model
@@ -58,7 +64,7 @@ class Teacher:
                 "temperature of 1, and at another the rest beside the likeliest tokens is unknown; "
                 "expected 1.0, or the directory of the teacher"
             )
-        self._file: Any = tempfile.TemporaryFile(prefix="infinity-teacher-")  # noqa: SIM115
+        self._file: Any = tempfile.TemporaryFile(dir=directory, prefix=".teacher-")  # noqa: SIM115
         self.sha256 = self._read()
 
     # -- A file ------------------------------------------------------------------------------------
@@ -77,12 +83,12 @@ class Teacher:
                 largest = max(largest, int(ids.max()))
                 self._width = ids.shape[1]
                 content = np.stack([ids, logprobs.view(np.int32)]).tobytes()
-                self._file.write(content)
+                self._write(content)
                 self._said[_key(tokens)] = start, count
                 digest.update(_key(tokens) + content)
                 start += 8 * ids.size
         except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ConfigError):
+            if isinstance(error, InfinityError):
                 raise
             raise ConfigError(
                 f"train.distill.teacher: {path} cannot be read ({error}); expected a directory, or "
@@ -93,8 +99,17 @@ class Teacher:
                 f"train.distill.teacher: {path} has token {largest}, and the student "
                 f"{self._vocab_size} tokens; expected a teacher with the student's tokenizer"
             )
-        self._file.flush()
+        self._write(b"")
         return digest.hexdigest()
+
+    def _write(self, content: bytes) -> None:
+        try:
+            self._file.write(content)
+            if not content:
+                self._file.flush()
+        except OSError as error:
+            name = str(self.options.teacher)
+            raise StorageError(error.errno or 0, operation="copy", path=name) from error
 
     def refuse_unknown(self, datasets: Sequence[Any]) -> None:
         """Raises ConfigError for a sequence that the teacher's file does not have."""
