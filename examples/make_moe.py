@@ -94,7 +94,11 @@ def show(path: Path, config: SwapConfig) -> None:
     infinity.offload(model, config, weights=path)
     try:
         tokens = ByteTokenizer()
-        ids = generate(model, tokens.encode(sample.prompt), sample, seed=0)
+        torch.manual_seed(0)
+        ids = generate(
+            model, tokens.encode(sample.prompt), num_tokens=sample.new_tokens,
+            temperature=sample.temperature, top_k=sample.top_k or 0,
+        )  # fmt: skip
         print(f"before training:\n{tokens.decode(ids)}")
     finally:
         infinity.engine_of(model).close()

@@ -77,6 +77,7 @@ _METHODS_APART = _OUTSIDE_STEPS - {
 _SHOWS_EVALUATIONS = ("NotebookProgressCallback", "ProgressCallback", "RichProgressCallback")
 _FOLLOWS_EVALUATIONS = ("GreedyLR", "ReduceLROnPlateau")  # Schedulers.
 
+_UNSHOWN = "on several ranks, no step has shown yet that they can pass the blocks together"
 # PEFT methods that give keys and values to the blocks as a cache.
 _CACHING_ADAPTERS = ("PREFIX_TUNING", "CARTRIDGE")
 
@@ -111,7 +112,7 @@ def why_unswept(trainer: Any) -> str | None:
     if reason is not None or (trainer.is_layer_major and trainer.is_asked_for):
         return reason
     if engine_of(trainer.model).num_ranks > 1:
-        return "on several ranks, no step has shown yet that they can"
+        return _UNSHOWN
     return why_forwards_differ(trainer.model) or why_unknown(trainer, _EVENTS_BETWEEN_BATCHES)
 
 
@@ -396,7 +397,8 @@ class LayerMajorSteps:
                 self._evaluation = None
             if cause is not None and cause != self._said_unswept:
                 self._said_unswept = cause
-                _log.warning(
+                _log.log(
+                    logging.INFO if cause is _UNSHOWN else logging.WARNING,
                     "%s evaluates one batch after the other, so each of them reads every weight "
                     "again: %s", type(self).__name__, cause,
                 )  # fmt: skip

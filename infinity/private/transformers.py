@@ -34,9 +34,9 @@ PARTS = {
 # Methods of Trainer that `OffloadedTrainer` overrides, and that a release may rename.
 TRAINER_METHODS = (
     "_clip_grad_norm", "_get_grad_norm", "_get_output_dir", "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler", "_push_from_checkpoint", "_save_checkpoint",
-    "_save_optimizer_and_scheduler", "compute_loss", "evaluation_loop", "get_batch_samples",
-    "get_optimizer_cls_and_kwargs", "prediction_step", "training_step",
+    "_load_optimizer_and_scheduler", "_maybe_log_save_evaluate", "_push_from_checkpoint",
+    "_save_checkpoint", "_save_optimizer_and_scheduler", "compute_loss", "evaluation_loop",
+    "get_batch_samples", "get_optimizer_cls_and_kwargs", "prediction_step", "training_step",
 )  # fmt: skip
 
 # Attributes that are not public and that modules of this package read or set where they stand.
@@ -45,7 +45,7 @@ ATTRIBUTES = frozenset(
         # PreTrainedModel, and its parameters
         "_from_config", "_is_hf_initialized", "_weight_conversions",
         # Trainer
-        "_load_callback_state", "_prepare_inputs",
+        "_determine_best_metric", "_evaluate", "_load_callback_state", "_prepare_inputs",
         # Classes with `use_experts_implementation`
         "_apply_gate",
         # accelerate.Accelerator.prepare, peft.tuners.lora.layer.ParamWrapper

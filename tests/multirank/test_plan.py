@@ -6,22 +6,19 @@ import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import infinity
 from infinity import SwapConfig
-from infinity.engine.lay_out import facts_of
-from infinity.modules.reading.discover import discover_units
-from infinity.modules.reading.dtypes import Dtypes
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.layout import PlannedModel
-from infinity.plan.model import model_of_layout
+from infinity.plan.model import model_of_module
 from infinity.plan.predict import forecast
 from infinity.simulate.job import Batch
 from infinity.state.partition import STAGES
-from infinity.state.units import OF_ADAM
 from infinity.testing import SimulatedDevice
 from tests.support.exhaustive import sampled
 
@@ -81,9 +78,9 @@ def _count(rank: int, runs: list[Run]) -> list[dict[str, float]]:
 
 
 def _model(config: SwapConfig, case: Case) -> PlannedModel:
-    model = build(case)
-    layout, dtypes = discover_units(model), Dtypes(model, config.precision)
-    return model_of_layout(layout, lambda member: facts_of(member, dtypes), OF_ADAM, hidden=1)
+    text = SimpleNamespace(hidden_size=1, model_type="")
+    text.get_text_config = lambda: text
+    return replace(model_of_module(build(case), config, text), hf_config=None)
 
 
 def _predicted(rank: int, run: Run) -> dict[str, float]:
