@@ -503,7 +503,7 @@ class HandleOps:
     def initialising(self, check: Callable[[int], None]) -> Iterator[None]:
         """Allows in-place changes of handles for the time of a `with` block. Views stay valid until
         the next unit is used, or the one after it if memory allows. Changed units are written to
-        their tiers; `check` looks at each of them before, and may raise."""
+        their tiers. `check(unit)` is called when a unit is released, and may raise."""
         assert self._initialising is None
         self._initialising, self._check_first = [], check
         try:
