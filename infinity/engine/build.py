@@ -104,10 +104,7 @@ def build(
         if ranks is not None:
             config = _settle_rank(config, ranks, chosen)
             resources.callback(remove_directories, config.tiers.nvme)
-        stored = StoredParams(model, weights if config.placement.reads_in_place else None)
-        dtypes = Dtypes(model, config.precision)
-        products = config.schedule.experts
-        tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize, products)
+        tiling, dtypes, stored = _read(model, config, weights)
         try:
             plan = lay_out(model, config, units, chosen, ranks, tiling, dtypes, stored)
             tiers = open_tiers(plan, wrap_storage, adopted, stored.identities, resources)
@@ -147,9 +144,8 @@ def build(
 
 def fits(model: nn.Module, config: SwapConfig, weights: LoadPlan | None) -> bool:
     """Whether the budgets of one rank can hold the state of a model. Changes nothing."""
-    stored = StoredParams(model, weights if config.placement.reads_in_place else None)
-    dtypes, device = Dtypes(model, config.precision), choose_device(config.tiers.device, None)
-    tiling = Tiling(model, lambda p: dtypes.of(p).itemsize, config.schedule.experts)
+    device = choose_device(config.tiers.device, None)
+    tiling, dtypes, stored = _read(model, config, weights)
     try:
         lay_out(model, config, "auto", device, None, tiling, dtypes, stored)
     except CapacityError:
@@ -157,6 +153,16 @@ def fits(model: nn.Module, config: SwapConfig, weights: LoadPlan | None) -> bool
     finally:
         tiling.undo()
     return True
+
+
+def _read(
+    model: nn.Module, config: SwapConfig, weights: LoadPlan | None
+) -> tuple[Tiling, Dtypes, StoredParams]:
+    """Returns what `lay_out` asks about the parameters of a model."""
+    stored = StoredParams(model, weights if config.placement.reads_in_place else None)
+    dtypes = Dtypes(model, config.precision)
+    tiling = Tiling(model, lambda p: dtypes.of(p).itemsize, config.schedule.experts)
+    return tiling, dtypes, stored
 
 
 @contextmanager

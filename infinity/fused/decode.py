@@ -141,6 +141,12 @@ class CodeLayout:
         has_one_product = not self.minima and self.times == 1
         return self.values == "E4M3" or (self.has_pairs and has_numbers and has_one_product)
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the Triton kernel finds scales by row and column; else groups are counted over
+        all codes."""
+        return self.values == "E4M3" or not self.has_words
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
@@ -251,14 +257,13 @@ def launch_of(
     bytes."""
     if not shape or dtype not in _FORMS:
         return None
-    has_blocks = form.values == "E4M3" or not form.has_words
     layout = _layout(shape, stride, form.is_transposed)
     if layout is not None and (layout.rows, layout.columns) != form.shape[-2:] and len(shape) > 1:
         (rows, columns), is_dense = form.shape, layout.as_line().rows == 1
         layout = _Layout(1, rows, columns, 0, columns, 1) if is_dense else None
     if layout is None:
         return None
-    if not has_blocks and (layout.matrices == 1 or not form.global_scale):
+    if not form.has_blocks and (layout.matrices == 1 or not form.global_scale):
         layout = layout.as_line()  # Its groups are counted over all codes.
     rows, columns = layout.rows, layout.columns
     is_narrow = not form.has_words and columns <= _NARROW
@@ -267,12 +272,12 @@ def launch_of(
         tile = _LINE
     tiles = -(-rows // tile[0]), -(-columns // tile[1])
     within = (tile[0] - 1) * max(columns, layout.row_stride) + tile[1] * layout.column_stride
-    is_counted_wide = has_blocks and max(rows, columns) > _MOST_ROWS
+    is_counted_wide = form.has_blocks and max(rows, columns) > _MOST_ROWS
     programs = layout.matrices * tiles[0] * tiles[1]
     if is_counted_wide or within > _MOST_WITHIN or not 0 < programs < 1 << 31:
         return None
     strides = layout.matrix_stride, layout.row_stride, layout.column_stride
-    grid = form.grid if has_blocks else (1, 1)
+    grid = form.grid if form.has_blocks else (1, 1)
     return DecodeLaunch(
         programs,
         (rows, columns, *strides, *tiles, *grid),
@@ -293,20 +298,18 @@ def launch_of(
 
 def _constants_of(form: CodeLayout, rows: int, columns: int) -> dict[str, object]:
     """Returns what the kernel is compiled for, of the layout and of codes of this shape."""
-    has_blocks = form.values == "E4M3" or not form.has_words
-    block = [
-        length if has_blocks and (length < extent or not form.has_words) else 0
-        for length, extent in zip(form.block, (rows, columns), strict=True)
-    ]
-    packed, record = not form.has_words, form.record
+    packed, blocks = not form.has_words, list(form.block)
+    if form.has_words:  # A scale of all rows or columns needs no division.
+        extents = (rows, columns) if form.has_blocks else (0, 0)
+        blocks = [n if n < most else 0 for n, most in zip(blocks, extents, strict=True)]
     return {
         "values": "INT4" if form.values == "INT" and not packed else form.values,
         "scale_form": "NESTED" if form.nested_block else form.scale,
-        "group": 0 if has_blocks else form.block[1],
+        "group": 0 if form.has_blocks else form.block[1],
         "nested_block": max(1, form.nested_block),
         "global_scale": form.global_scale,
-        "block_rows": block[0],
-        "block_columns": block[1],
+        "block_rows": blocks[0],
+        "block_columns": blocks[1],
         "product_form": form.product,
         "packing": form.packing if packed else "",
         "bits": form.bits,
@@ -316,8 +319,8 @@ def _constants_of(form: CodeLayout, rows: int, columns: int) -> dict[str, object
         "order_axis": (0 if form.is_transposed else 1) if form.has_order else -1,
         "minima": form.minima,
         "times": form.times,
-        "record": record.facts if record else (),
-        "width": 1 if packed else _width(columns, block[1] if has_blocks else form.block[1]),
+        "record": form.record.facts if form.record else (),
+        "width": 1 if packed else _width(columns, blocks[1] if form.has_blocks else form.block[1]),
     }
 
 

@@ -29,7 +29,6 @@ _log = logging.getLogger("infinity")
 # Elements of the logits of a slice. fp32 logits and their logarithms take 8 bytes each.
 MOST_LOGITS = 1 << 27
 
-
 T = TypeVar("T")
 Batch = TypeVar("Batch")
 
@@ -47,6 +46,11 @@ class TokenScores:
     top_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
     hidden_states: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Returns how many rows of logits a slice has."""
+    return max(1, MOST_LOGITS // vocab_size)
 
 
 def score(
@@ -170,7 +174,7 @@ def score_sequence(
     row, num_rows = torch.tensor([list(ids)], device=device), len(ids) - 1
     causal = causal_of(model)
     options = {"output_hidden_states": list(layers)} if layers else {}
-    at_once = max(1, MOST_LOGITS // int(causal.config.get_text_config().vocab_size))
+    at_once = rows_at_once(int(causal.config.get_text_config().vocab_size))
     if num_rows <= at_once or "logits_to_keep" not in inspect.signature(causal.forward).parameters:
         found = model(input_ids=row, use_cache=False, **options)
         scores = _scores(found.logits[0, :-1], row[0, 1:], top_k, temperature)

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from infinity.config import SwapConfig
 from infinity.config.schema.train import Distill
 from infinity.errors import ConfigError
+from infinity.tools import logprobs
 from infinity.tools.scoring import program as scoring
 from infinity.tools.training import divergence, program
 from tests.train.jobs import write_job
@@ -192,7 +193,7 @@ def test_slices_of_the_head_have_the_loss_and_the_gradients_of_all_rows(
         return [values, *(t.grad for t in inputs)]
 
     whole = run()
-    monkeypatch.setattr(divergence, "MOST_LOGITS", 4 * 16)
+    monkeypatch.setattr(logprobs, "MOST_LOGITS", 4 * 16)
     for found, expected in zip(run(), whole, strict=True):
         torch.testing.assert_close(found, expected)
     assert len(divergence._slices(10, 16)) == 3 and whole[0].abs().min() > 0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity.config.schema.train import Distill
-from infinity.tools.logprobs import MOST_LOGITS
+from infinity.tools.logprobs import rows_at_once
 
 _MOST_LOG_SUM = -1e-7  # Of the likeliest tokens, whose rounded sum may reach 1.
 
@@ -129,7 +129,7 @@ def _part(teacher: Likeliest, rows: slice) -> Likeliest:
 
 
 def _slices(count: int, vocab_size: int) -> list[slice]:
-    most = max(1, MOST_LOGITS // vocab_size)
+    most = rows_at_once(vocab_size)
     return [slice(start, start + most) for start in range(0, max(count, 1), most)]
 
 

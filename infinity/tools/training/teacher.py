@@ -207,6 +207,5 @@ def _rows_of(path: Path) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _rows(ids: Any, logprobs: Any, count: int | None) -> tuple[Any, Any]:
-    shape = None if count is None else (count, -1)
     found = np.asarray(ids, np.int32), np.asarray(logprobs, np.float32)
-    return found if shape is None else (found[0].reshape(shape), found[1].reshape(shape))
+    return found if count is None else (found[0].reshape(count, -1), found[1].reshape(count, -1))
