@@ -11,6 +11,7 @@ Kept here, at the bottom, because every layer reads such files. Imports no torch
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import math
@@ -98,6 +99,16 @@ def read_json(
     return parse_json(read_bytes(path, max_nbytes=max_nbytes), is_strict=is_strict)
 
 
+def decode_utf8(content: bytes) -> str:
+    """The text of `content`, without a byte order mark. Raises MalformedError with the line."""
+    try:
+        # Not "utf-8-sig": Python would import that codec here, as the user that the process is now.
+        return content.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise MalformedError(f"expected UTF-8 text; got {error.reason}", line) from None
+
+
 def parse_json(content: bytes, *, max_depth: int = MAX_DEPTH, is_strict: bool = True) -> Any:
     """The value of a JSON text in UTF-8. Raises MalformedError.
 
@@ -109,7 +120,7 @@ def parse_json(content: bytes, *, max_depth: int = MAX_DEPTH, is_strict: bool = 
     if _depth(content) > max_depth:
         raise MalformedError(f"it is nested too deeply: more than {max_depth} levels")
     try:
-        value = json.loads(content.decode("utf-8-sig"), **(_STRICT if is_strict else {}))
+        value = json.loads(decode_utf8(content), **(_STRICT if is_strict else {}))
         if _SURROGATE.search(content):
             _refuse_lone_surrogates(value)
     except MalformedError:
@@ -117,9 +128,6 @@ def parse_json(content: bytes, *, max_depth: int = MAX_DEPTH, is_strict: bool = 
     except json.JSONDecodeError as error:
         reason = error.msg[:1].lower() + error.msg[1:]
         raise MalformedError(f"not valid JSON: {reason}", error.lineno, error.colno) from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise MalformedError(f"expected UTF-8 text; got {error.reason}", line) from None
     except RecursionError:
         raise MalformedError("it is nested too deeply") from None
     except ValueError as error:  # An integer of thousands of digits.

@@ -17,6 +17,7 @@ from infinity.bounded import (
     MAX_DEPTH,
     MAX_TEXT_NBYTES,
     MalformedError,
+    decode_utf8,
     parse_json,
     parse_toml,
     read_bytes,
@@ -90,11 +91,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ConfigSourc
 def _parse(content: bytes, suffix: str) -> Any:
     if suffix == ".json":
         return parse_json(content)
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise MalformedError(f"expected UTF-8 text; got {error.reason}", line) from None
+    text = decode_utf8(content)
     return parse_toml(text) if suffix == ".toml" else _read_yaml(text)
 
 
