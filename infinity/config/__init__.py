@@ -8,7 +8,7 @@ from infinity.config.schema.optimizer import Optimizer
 from infinity.config.schema.tiers import DeviceTier, HostTier, NvmeTier, Placement, TierName, Tiers
 from infinity.config.schema.train import Checkpoint, Output, Sample, Train
 from infinity.config.source import ConfigSource
-from infinity.config.swap import Resolved, SwapConfig, from_deepspeed
+from infinity.config.swap import JobConfig, Resolved, SwapConfig, from_deepspeed
 from infinity.config.values import Capacity
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "HostTier",
     "InvalidConfigError",
     "Io",
+    "JobConfig",
     "Model",
     "NvmeTier",
     "Optimizer",

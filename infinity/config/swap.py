@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     Field,
@@ -125,7 +125,7 @@ class SwapConfig(Section):
         refuse_all(faults)
         return self
 
-    def of_adapters(self) -> list[SwapConfig]:
+    def of_adapters(self) -> list[Self]:
         """Returns the configuration of each adapter as a run of it alone has it; this one where the
         file has no `[[adapter]]`."""
         found = []
@@ -353,6 +353,23 @@ class SwapConfig(Section):
     def walk(self) -> Iterator[tuple[problems.Place, Any, str]]:
         """Like `resolved`, with places in parts; the plain values of a table precede its tables."""
         yield from _walk(self, self.to_dict(), (), self._source)
+
+
+class JobConfig(SwapConfig):
+    """A configuration of `infinity train`, whose sections are there."""
+
+    model: Model
+    data: Data
+    train: Train
+
+    @classmethod
+    def of(cls, config: SwapConfig) -> JobConfig:
+        """Returns the same configuration as one of a job. Raises ConfigError, which names the
+        sections that are missing."""
+        config.require("model", "data", "train")
+        found = cls.model_construct(config.model_fields_set, **config.__dict__)
+        found._source = config._source
+        return found
 
 
 def _walk(

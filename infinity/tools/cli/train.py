@@ -64,7 +64,7 @@ def train(
     """
     from rich.console import Console
 
-    from infinity.config import SwapConfig
+    from infinity.config import JobConfig, SwapConfig
     from infinity.config.paths import with_located_model
     from infinity.config.source import override, read_file
     from infinity.tools.training.process import outliving_streams
@@ -73,13 +73,11 @@ def train(
     table, source = read_file(config)
     for text in overrides or []:
         override(table, text)
-    loaded = with_located_model(SwapConfig.from_table(table, source))
-    loaded.require("model", "data", "train")
+    loaded = JobConfig.of(with_located_model(SwapConfig.from_table(table, source)))
     tracing = None
     if trace is not None:
         first, last = parse_steps(trace_steps)
         tracing = Tracing(trace, first, last)
-        assert loaded.train is not None  # See `require`.
         if loaded.train.steps is not None:
             tracing.check(num_steps=loaded.train.steps)
 

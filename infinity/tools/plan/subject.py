@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infinity.config import NvmeTier, SwapConfig
+from infinity.config import JobConfig, NvmeTier, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.schema import changed
 from infinity.errors import CapacityError, ConfigError
@@ -62,9 +62,9 @@ def planned_model(
     if params is not None:
         shape = scaled_gpt(parse_count(params))
         return model_for(config, shape, is_frozen=is_scored), drives
-    config.require("model", "data", "train")
+    job = JobConfig.of(config)
     require_transformers("infinity plan of a file's [model]")
-    return model_of_config(config), None
+    return model_of_config(job), None
 
 
 def frozen_directory_of(config: SwapConfig, *, is_scored: bool) -> ModelDirectory | None:
@@ -97,9 +97,8 @@ def machine_for(
     return measure(config, model, batch, files)
 
 
-def model_of_config(config: SwapConfig) -> PlannedModel:
+def model_of_config(config: JobConfig) -> PlannedModel:
     """Builds the model of a configuration file on meta with transformers; needs no weights."""
-    assert config.model is not None
     plan = plan_model(config.model, reads_weights=False)
     return model_of_module(build_model(plan, config), config, plan.hf_config)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.config import DataSource, SwapConfig
+from infinity.config import DataSource, JobConfig, SwapConfig
 from infinity.config.paths import with_located_model
 from infinity.config.source import read_file
 from infinity.errors import ConfigError
@@ -67,10 +67,7 @@ def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
     from infinity.tools.training.ranks import JobRank
     from infinity.tools.training.trainer import make_trainer
 
-    config = with_located_model(SwapConfig.from_table(*read_file(path)))
-    config.require("model", "data", "train")
-    config = settle(config)
-    assert config.train is not None and config.data is not None
+    config = settle(JobConfig.of(with_located_model(SwapConfig.from_table(*read_file(path)))))
     if config.train.method == "dpo" or config.data.packing:
         raise ConfigError(
             f"{path}: expected a run of single sequences, got preferences or data.packing"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.durable import new_directory, sync_file
-from infinity.config import SwapConfig
+from infinity.config import JobConfig, SwapConfig
 from infinity.errors import ConfigError, reporting
 from infinity.tools.convert.rewrite import check_target
 from infinity.tools.serving.export import LOADERS, Server, plan_export
@@ -92,14 +92,14 @@ def write_passport(
 
 
 def _read_prompts(
-    file: Path | None, run: SwapConfig | None, base: Path, vocab_size: int
+    file: Path | None, run: JobConfig | None, base: Path, vocab_size: int
 ) -> tuple[list[list[int]], str]:
     """Returns the token ids of at most 64 prompts, each of 2 to 64 tokens, and where they are from.
 
     Raises ConfigError for a file without a prompt, and for tokens that the model does not have.
     """
-    settled = settle(run) if run is not None and run.data is not None else None
-    which = settled.data.tokenizer if settled and settled.data else tokenizer_of(base).value
+    settled = settle(run) if run is not None else None
+    which = settled.data.tokenizer if settled else tokenizer_of(base).value
     tokenizer = open_tokenizer(which)
     rows: list[list[int]] = []
     if file is not None:
@@ -107,7 +107,7 @@ def _read_prompts(
     else:
         shipped = resources.files("infinity.tools.serving") / _SHIPPED
         text, source = shipped.read_text(encoding="utf-8"), "shipped sentences"
-        if settled is not None and settled.data and settled.train:
+        if settled is not None:
             rows = _rows_of(settled, tokenizer, vocab_size)
             source = "the training data" + f" and {source}" * (len(rows) < NUM_PROMPTS)
     rows += [tokenizer.encode(line) for line in text.splitlines() if line.strip()]
@@ -118,7 +118,7 @@ def _read_prompts(
     return prompts, source
 
 
-def _rows_of(run: SwapConfig, tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
+def _rows_of(run: JobConfig, tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
     with ExitStack() as stack:
         data = open_data(run, tokenizer, stack, vocab_size=vocab_size)
         rows = [data.train[index] for index in range(min(NUM_PROMPTS, len(data.train)))]

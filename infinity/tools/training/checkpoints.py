@@ -25,7 +25,7 @@ from infinity.checkpoint.run.format import PROGRAM_NAME
 from infinity.checkpoint.run.inspection import damaged_after
 from infinity.checkpoint.run.load import Loaded, believing, load, read_program
 from infinity.checkpoint.run.save import async_save, commit, copy_behind
-from infinity.config import SwapConfig
+from infinity.config import JobConfig
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.tools.training.job import Job
 from infinity.tools.training.process import Interrupt
@@ -50,7 +50,7 @@ TRAINER_STATE = "trainer"  # The key of TRL's state in `extra`.
 
 
 def plan_resume(
-    config: SwapConfig, *, resume: bool = False, resume_from: Path | None = None
+    config: JobConfig, *, resume: bool = False, resume_from: Path | None = None
 ) -> Loaded | None:
     """Returns the checkpoint to continue from, or None to begin a run. Reads its small state only.
 
@@ -97,7 +97,7 @@ def plan_resume(
 
 
 @contextmanager
-def naming_older(config: SwapConfig, path: Path) -> Iterator[None]:
+def naming_older(config: JobConfig, path: Path) -> Iterator[None]:
     """Adds to the error of a damaged checkpoint `path` the name of one to continue from."""
     try:
         yield
@@ -111,7 +111,7 @@ def naming_older(config: SwapConfig, path: Path) -> Iterator[None]:
         raise error.with_detail(f"{error.detail} (in the checkpoint {path}){hint}") from error
 
 
-def _newest_before(config: SwapConfig, path: Path) -> Path | None:
+def _newest_before(config: JobConfig, path: Path) -> Path | None:
     """Returns the newest checkpoint before `path` whose small state can be read."""
     places = [*config.commit_directories, config.checkpoint_directory]
     there = [directory for place in places for directory in list_checkpoints(place)]
@@ -126,7 +126,7 @@ def _newest_before(config: SwapConfig, path: Path) -> Path | None:
     return None
 
 
-def identity_of(config: SwapConfig, tokens_sha256: str, *, num_ranks: int = 1) -> dict[str, Any]:
+def identity_of(config: JobConfig, tokens_sha256: str, *, num_ranks: int = 1) -> dict[str, Any]:
     """Returns the settings that the numbers of a run depend on, by dotted key, for `extra` of a
     checkpoint. `tokens_sha256` is the digest of all tokens that the run trains on."""
     table = config.to_dict()
@@ -195,7 +195,7 @@ def follow(scheduler: Any, optimizer: Any, lr: float) -> None:
 class RunCheckpoints:
     """Saves and loads the state of a run, if its file has `[checkpoint]`."""
 
-    def __init__(self, config: SwapConfig, job: Job, reporter: Reporter, summary: Summary) -> None:
+    def __init__(self, config: JobConfig, job: Job, reporter: Reporter, summary: Summary) -> None:
         self._config = config
         self._job = job
         self._reporter = reporter

@@ -8,7 +8,7 @@ import subprocess
 from shlex import quote
 from typing import Literal
 
-from infinity.config import SwapConfig
+from infinity.config import JobConfig
 from infinity.config.extras import installed
 from infinity.config.hub import model_name, published_name
 from infinity.tools.training.report import Reporter, Summary, clock_of
@@ -19,7 +19,7 @@ _PATIENCE_S = 30  # For a command of the user's.
 _PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft")
 
 
-def next_commands(config: SwapConfig, summary: Summary) -> list[str]:
+def next_commands(config: JobConfig, summary: Summary) -> list[str]:
     """Returns lines of commands that go on from what the run has left."""
     output = quote(str(config.output.directory))
     found: list[tuple[str, str]] = []
@@ -29,7 +29,7 @@ def next_commands(config: SwapConfig, summary: Summary) -> list[str]:
     if summary.export_directory:
         found.append((f"infinity chat {output}", "talk to it"))
         found.append((f'infinity generate {output} "..."', "let it continue a text"))
-        if config.adapter is not None and config.model is not None:
+        if config.adapter is not None:
             base = quote(str(config.model.path))
             found.append((f"infinity merge {base} {output} -o merged", "base and adapter as one"))
     if summary.checkpoint is not None:
@@ -41,13 +41,12 @@ def next_commands(config: SwapConfig, summary: Summary) -> list[str]:
     ]
 
 
-def model_card(config: SwapConfig, summary: Summary, kind: str) -> str:
+def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
     """Returns README.md of the export: base, data, settings, losses, hardware and versions. `kind`
     is the model type. The base has its name on the hub if it is in the hub's cache, for the hub
     refuses a path."""
     from huggingface_hub import ModelCardData
 
-    assert config.model is not None and config.train is not None and config.data is not None
     path, adapter = config.model.path, config.adapter
     name = None if path is None else published_name(path)
     tags = ["infinity", kind, *([] if adapter is None else [adapter.method])]
@@ -97,7 +96,7 @@ def _hardware() -> str:
 class Notices:
     """Runs the command of `output.notify`. A command that fails is reported and ends nothing."""
 
-    def __init__(self, config: SwapConfig, summary: Summary, reporter: Reporter) -> None:
+    def __init__(self, config: JobConfig, summary: Summary, reporter: Reporter) -> None:
         self._config = config
         self._summary = summary
         self._reporter = reporter

@@ -15,7 +15,7 @@ import torch
 from infinity.checkpoint.durable import check_space
 from infinity.checkpoint.huggingface.export_weights import plan_export
 from infinity.checkpoint.run.load import Loaded
-from infinity.config import SwapConfig
+from infinity.config import JobConfig
 from infinity.errors import ConfigError
 from infinity.tools.training.adapter import adapter_nbytes, name_of
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
@@ -49,7 +49,7 @@ class Job:
 
 
 def prepare(
-    configs: Sequence[SwapConfig],
+    configs: Sequence[JobConfig],
     stack: ExitStack,
     resumed: Sequence[Loaded | None],
     rank: JobRank,
@@ -57,7 +57,6 @@ def prepare(
     """Checks everything that can be refused without making a swap file. Returns a job for each
     configuration: one, or those of several adapters over one model."""
     config = configs[0]
-    assert config.model and config.data and config.train
     started_s = time.perf_counter()
     if config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)
@@ -71,7 +70,7 @@ def prepare(
 
 
 def _prepare(
-    config: SwapConfig,
+    config: JobConfig,
     stack: ExitStack,
     resume: Loaded | None,
     rank: JobRank,
@@ -82,7 +81,6 @@ def _prepare(
     *,
     started_s: float,
 ) -> Job:
-    assert config.data and config.train
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     output = None
     if rank.is_first:
@@ -140,9 +138,8 @@ def _prepare(
     )
 
 
-def _give_teacher(trainer: Any, config: SwapConfig, data: JobData, teacher: Teacher) -> None:
+def _give_teacher(trainer: Any, config: JobConfig, data: JobData, teacher: Teacher) -> None:
     """Gives the trainer its teacher. Raises ConfigError for data that a teacher does not know."""
-    assert config.data is not None
     if config.data.packing or data.processor is not None:
         raise ConfigError(
             'train.method: "distill" finds a sequence by its token ids; expected data without '
@@ -152,7 +149,7 @@ def _give_teacher(trainer: Any, config: SwapConfig, data: JobData, teacher: Teac
     trainer.teacher = teacher
 
 
-def _check_checkpoint_space(model: Any, config: SwapConfig, output: Path) -> None:
+def _check_checkpoint_space(model: Any, config: JobConfig, output: Path) -> None:
     """Raises StorageError if the drive has no space for a checkpoint of what is trained. With a
     swap directory, checkpoints may be links, and `offload` reserves their space."""
     if config.checkpoint is None or config.tiers.nvme:
@@ -170,9 +167,8 @@ def _check_checkpoint_space(model: Any, config: SwapConfig, output: Path) -> Non
     )
 
 
-def read_model(config: SwapConfig) -> tuple[ModelPlan, Tokenizer, list[int]]:
+def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer, list[int]]:
     """Returns the plan of the model, the tokenizer, and the prompt of `[train.sample]`."""
-    assert config.model and config.data and config.train
     plan, length = plan_model(config.model), config.data.sequence_length
     if plan.max_positions is not None and length > plan.max_positions:
         raise ConfigError(

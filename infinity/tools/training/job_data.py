@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from infinity.config import DataSource, SwapConfig
+from infinity.config import DataSource, JobConfig
 from infinity.errors import ConfigError, StorageError
 from infinity.tools.training.data_files import collect_files, read_utf8
 from infinity.tools.training.images import learned_images, open_processor
@@ -48,7 +48,7 @@ class JobData:
 
 
 def open_data(
-    config: SwapConfig,
+    config: JobConfig,
     tokenizer: Tokenizer,
     stack: ExitStack,
     *,
@@ -57,7 +57,6 @@ def open_data(
 ) -> JobData:
     """Reads `[data]`. Token files lie in `directory` until `stack` is closed. Raises ConfigError as
     its parts do."""
-    assert config.data is not None and config.train is not None
     data, train_options, files = config.data, config.train, list[TokenFile]()
     processors: list[Any] = []
 
@@ -145,12 +144,11 @@ def split_rows(
 
 
 def read_records(
-    paths: list[Path], config: SwapConfig, tokenizer: Tokenizer, vocab_size: int
+    paths: list[Path], config: JobConfig, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[Any, str, Any]:
     """Returns records as they are trained on, what they are, and the processor of their images,
     None if they have none. Raises ConfigError that names the first record that cannot be learned.
     """
-    assert config.data is not None and config.train is not None
     place = str(paths[0])
     if len(paths) > 1:
         place += f" and {len(paths) - 1} more files, counted together"

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from infinity.checkpoint import WeightSource, weight_source
-from infinity.config import Model, SwapConfig
+from infinity.config import JobConfig, Model, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.hub import in_hub_cache
 from infinity.config.schema import changed
@@ -34,6 +34,8 @@ from infinity.tools.training.adapter import (
 )
 
 _log = logging.getLogger("infinity")
+
+_C = TypeVar("_C", bound=SwapConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig
     the model. Raises ConfigError if the architecture has no language model, cannot
     checkpoint activations, or does not match the weights.
     """
-    assert config.train is not None and config.model is not None
+    assert config.model is not None and config.train is not None
     # Small parameters may keep the values of their constructors, so these are seeded, too.
     torch.manual_seed(config.model.seed)
     dtype = getattr(torch, config.precision.compute_dtype)
@@ -203,10 +205,9 @@ def generate(
 # space. Each of the two models gets half of the host budget and of the device budget.
 
 
-def reference_path(config: SwapConfig) -> Path | None:
+def reference_path(config: JobConfig) -> Path | None:
     """Returns the directory of the second model, or None where the run needs none. Raises
     ConfigError where "dpo" would need one of random weights."""
-    assert config.train is not None and config.model is not None
     distill = config.train.distill
     if distill is not None:
         path = in_hub_cache(distill.teacher)
@@ -221,13 +222,12 @@ def reference_path(config: SwapConfig) -> Path | None:
     return config.model.path
 
 
-def build_reference(config: SwapConfig) -> Any:
+def build_reference(config: JobConfig) -> Any:
     """Returns the second model on meta, or None where the run needs none. Raises as
     `build_model`."""
     path = reference_path(config)
     if path is None:
         return None
-    assert config.model is not None
     options = changed(config.model, {"path": path, "config": None})
     config = changed(
         config, {"model": options, "adapter": None, "train.activation_checkpointing": False}
@@ -238,7 +238,7 @@ def build_reference(config: SwapConfig) -> Any:
     return model.eval()
 
 
-def share_budgets(config: SwapConfig) -> tuple[SwapConfig, SwapConfig]:
+def share_budgets(config: JobConfig) -> tuple[JobConfig, JobConfig]:
     """Returns the configurations of the trained model and of the second one."""
     host, device = config.tiers.host.capacity, config.tiers.device.capacity
     halved = {"tiers.host.capacity": _half(host), "tiers.device.capacity": _half(device)}
@@ -246,7 +246,7 @@ def share_budgets(config: SwapConfig) -> tuple[SwapConfig, SwapConfig]:
     return policy, changed(with_own_drives(policy, "reference"), {"adapter": None})
 
 
-def with_own_drives(config: SwapConfig, name: str) -> SwapConfig:
+def with_own_drives(config: _C, name: str) -> _C:
     """Returns the configuration of a further model of a program: its swap directories lie beside
     those of the first, with the name behind theirs."""
     drives = [

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.checkpoint.durable import make_directory, replace_file
-from infinity.config import ConfigSource, SwapConfig
+from infinity.config import ConfigSource, JobConfig, SwapConfig
 from infinity.config.paths import RUN_NAMES
 from infinity.errors import ConfigError, StorageError, reporting
 from infinity.storage.lock_file import is_same_file, try_lock
@@ -30,7 +30,7 @@ LOCK_NAME = ".infinity-run.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
-def config_of_run(directory: Path) -> SwapConfig | None:
+def config_of_run(directory: Path) -> JobConfig | None:
     """Returns the configuration that `infinity train` has left in an output directory; None for
     another directory. Raises ConfigError if it cannot be used."""
     marker = directory / MARKER_NAME
@@ -41,7 +41,7 @@ def config_of_run(directory: Path) -> SwapConfig | None:
         table = table_of(content.get("config"), "'config' in it")
     except (OSError, MalformedError) as error:
         raise ConfigError(f"{marker} cannot be used: {error}; give --config") from None
-    return SwapConfig.from_table(table, ConfigSource("file", str(marker), directory))
+    return JobConfig.of(SwapConfig.from_table(table, ConfigSource("file", str(marker), directory)))
 
 
 class OutputDirectory:
@@ -54,7 +54,7 @@ class OutputDirectory:
     cannot be written.
     """
 
-    def __init__(self, config: SwapConfig, *, resumed: Path | None = None) -> None:
+    def __init__(self, config: JobConfig, *, resumed: Path | None = None) -> None:
         self.path = config.output.directory
         self._config = config
         self._lock: int | None = None
@@ -67,7 +67,7 @@ class OutputDirectory:
         directory, config = self.path, self._config
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"output.directory: {directory} is no directory")
-        if config.model is not None and config.model.path is not None:
+        if config.model.path is not None:
             _refuse_same(directory, config.model.path, "model.path")
         for index, tier in enumerate(config.tiers.nvme):
             _refuse_same(directory, tier.path, f"tiers.nvme[{index}].path")
@@ -118,7 +118,7 @@ class OutputDirectory:
         self._lock = None
 
 
-def _refuse_metrics(config: SwapConfig, *, is_new: bool) -> None:
+def _refuse_metrics(config: JobConfig, *, is_new: bool) -> None:
     """Raises ConfigError for a place of metrics that has another use. A new run replaces metrics of
     an earlier one; a resumed one keeps a file of anything else under another name."""
     path, places = config.output.metrics_path, _places_of_others(config)
@@ -138,16 +138,15 @@ def _refuse_metrics(config: SwapConfig, *, is_new: bool) -> None:
         )
 
 
-def _places_of_others(config: SwapConfig) -> Iterator[tuple[str, Path]]:
+def _places_of_others(config: JobConfig) -> Iterator[tuple[str, Path]]:
     """Yields (key, path) of what a run reads, and of what it writes beside its metrics."""
     yield "checkpoint.directory", config.checkpoint_directory
     for index, tier in enumerate(config.tiers.nvme):
         yield f"tiers.nvme[{index}].path", tier.path
-    if config.model is not None and config.model.path is not None:
+    if config.model.path is not None:
         yield "model.path", config.model.path
-    if config.data is not None:
-        for source in (*config.data.paths, *config.data.eval_paths):
-            yield "data", source.location
+    for source in (*config.data.paths, *config.data.eval_paths):
+        yield "data", source.location
 
 
 def _locked(directory: Path) -> int:

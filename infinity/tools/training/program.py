@@ -37,7 +37,7 @@ from transformers import set_seed
 import infinity
 from infinity.checkpoint import export_safetensors, weight_source
 from infinity.checkpoint.durable import replace_file
-from infinity.config import SwapConfig
+from infinity.config import JobConfig, SwapConfig
 from infinity.config.schema import changed
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.engine.build import fits
@@ -70,7 +70,7 @@ class Products:
     """Writes what a run leaves in its output directory: the weights, a text that the model writes,
     the summary. One rank writes."""
 
-    def __init__(self, config: SwapConfig, job: Job, reporter: Reporter, summary: Summary) -> None:
+    def __init__(self, config: JobConfig, job: Job, reporter: Reporter, summary: Summary) -> None:
         self._config = config
         self._job = job
         self._reporter = reporter
@@ -131,7 +131,6 @@ class Products:
 
     def sample(self, interrupt: Interrupt) -> None:
         """Lets the model write the text of `[train.sample]`."""
-        assert self._config.train is not None
         sample = self._config.train.sample
         if sample is None or interrupt.received is not None:
             return
@@ -163,9 +162,8 @@ class Run:
     """One run, from the first byte in a tier to the summary. `close` releases the tiers."""
 
     def __init__(
-        self, config: SwapConfig, job: Job, console: Console, tracing: Tracing | None
+        self, config: JobConfig, job: Job, console: Console, tracing: Tracing | None
     ) -> None:
-        assert config.train is not None
         self._config = config
         self._job = job
         self._trainer = job.trainer
@@ -211,7 +209,6 @@ class Run:
         self.checkpoints.clear_way()
         if is_first:
             self._offload()
-        assert self._config.train is not None
         self._engine, train = infinity.engine_of(self._job.model), self._config.train
         is_layer_major = None if self._config.schedule.micro_batch is not None else False
         if (why := why_plain(self._trainer)) and self._name:
@@ -260,7 +257,6 @@ class Run:
         give_back()
 
     def _description(self) -> str:
-        assert self._config.data is not None
         length, held_out = self._config.data.sequence_length, self._job.data.held_out
         return (
             f"{self._job.plan.hf_config.model_type}, {self.summary.num_parameters:,} parameters; "
@@ -282,7 +278,6 @@ class Run:
         """Makes steps until the last one or until `interrupt` requests an end; then a
         checkpoint."""
         self._interrupt, resume = interrupt, self._job.resume
-        assert self._config.train is not None
         self._job.model.train()
         if self._name:  # As the trainer did before others were made.
             set_seed(self._config.train.seed)
@@ -311,7 +306,6 @@ class Run:
         elif self.num_steps < self._job.num_steps:
             self.summary.stopped_early = True
             if not self.summary.steps_s:
-                assert self._config.train is not None
                 patience = self._config.train.early_stopping_patience
                 self._reporter.note(
                     "no step was made: the run that is resumed ended with at least "
@@ -399,7 +393,7 @@ class Run:
     def after_step(self, step: Step, *, is_best: bool) -> bool:
         """Called after evaluation and trackers. Writes the metrics and what is to be kept of the
         step. Returns whether the run ends."""
-        assert self._interrupt is not None and self._config.train is not None
+        assert self._interrupt is not None
         self.report_step(step)
         if is_best and self._config.train.keep_best:
             if self._job.rank.is_first:
@@ -413,7 +407,7 @@ class Run:
 
     def is_followed(self, step: int) -> bool:
         """Whether what follows this step, before the next one, needs its evaluation."""
-        assert self._interrupt is not None and self._config.train is not None
+        assert self._interrupt is not None
         is_kept = self._config.train.keep_best or self.checkpoints.is_due(step)
         return is_kept or self._is_stopped(self._interrupt)
 
@@ -448,8 +442,7 @@ def train(
     learning rate, schedule or number of steps, and prints what differs. With `[[adapter]]` the
     summary is the first one's, and has those of all.
     """
-    config.require("model", "data", "train")
-    assert config.train is not None
+    config = JobConfig.of(config)
     require_trackers(config.train.report_to)
     configs = config.of_adapters()
     settled = choices(configs[0])
@@ -491,9 +484,9 @@ def train(
             return runs[0].summary, interrupt.exit_code
 
 
-def _how_many_fit(model: Any, config: SwapConfig) -> str:
+def _how_many_fit(model: Any, config: JobConfig) -> str:
     """Returns which adapter does not fit the budgets. Deletes adapters of the model."""
-    assert config.model is not None and config.model.path is not None
+    assert config.model.path is not None
     names = list(model.peft_config)
     for count in range(len(names) - 1, 0, -1):
         model.delete_adapter(names[count])

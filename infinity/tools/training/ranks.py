@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity.config import SwapConfig
+from infinity.config import JobConfig
 from infinity.distributed.collective.process_groups import GroupSockets
 from infinity.distributed.group import RankTopology, find_group, join
 from infinity.distributed.wire.failures import waiting_beside
@@ -40,7 +40,7 @@ class JobRank:
 
 
 @contextmanager
-def job_rank(config: SwapConfig) -> Iterator[JobRank]:
+def job_rank(config: JobConfig) -> Iterator[JobRank]:
     """Joins the process group of the job, an existing one or that of torchrun, for a `with` block.
 
     The links between the ranks open before anything else. From then on every wait for another rank
@@ -121,7 +121,7 @@ def _store_of_launcher(timeout_s: float) -> Any:
 
 
 def _init_process_group(
-    config: SwapConfig, topology: RankTopology, store: Any, sockets: GroupSockets
+    config: JobConfig, topology: RankTopology, store: Any, sockets: GroupSockets
 ) -> RankTopology:
     """Makes the process group of the job. Raises RankError if a rank is gone meanwhile."""
     is_cuda = config.tiers.device.kind != "cpu" and torch.cuda.is_available()

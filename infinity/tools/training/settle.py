@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infinity.bounded import MalformedError, read_json
 from infinity.config import Model, SwapConfig
+
+_C = TypeVar("_C", bound=SwapConfig)
 
 _TRAINED = {"float32": "float32", "bfloat16": "bfloat16"}
 # What an adapter has, as far as the file does not place it.
@@ -72,7 +74,7 @@ def lines_of(choices: Sequence[AutoValue]) -> list[str]:
     ]
 
 
-def settle(config: SwapConfig) -> SwapConfig:
+def settle(config: _C) -> _C:
     """Returns the configuration with `choices` applied; the same object if there are none."""
     sections: dict[str, dict[str, Any]] = {}
     for choice in choices(config):

@@ -26,7 +26,7 @@ from torch import nn
 
 from infinity.bounded import MalformedError, field, integer, table_of
 from infinity.checkpoint.run.load import check_kinds, random_state, restore_random_state
-from infinity.config import Optimizer, SwapConfig
+from infinity.config import JobConfig, Optimizer
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.integrations.hf import OffloadedTrainer
@@ -121,14 +121,13 @@ def require_trackers(names: tuple[str, ...]) -> None:
         )
 
 
-def trainer_arguments(config: SwapConfig, data: JobData) -> Any:
+def trainer_arguments(config: JobConfig, data: JobData) -> Any:
     """Returns trl.SFTConfig or trl.DPOConfig for `[train]`, `[optimizer]` and `[data]`.
 
     Raises ConfigError for a micro-batch that does not divide the batch.
     """
     import trl
 
-    assert config.train is not None and config.data is not None
     train = config.train
     batch_size, accumulation = batch_of(config)
     options: dict[str, Any] = {
@@ -190,19 +189,17 @@ def name_of_checkpointing() -> str:
     return next(name for name in names if name in trl.SFTConfig.__dataclass_fields__)
 
 
-def _learns_completions(config: SwapConfig, data: JobData) -> bool | None:
+def _learns_completions(config: JobConfig, data: JobData) -> bool | None:
     """Returns whether a loss is over completions only; None lets TRL tell by the records, which it
     cannot where they are token ids with `completion_mask`."""
-    assert config.data is not None
     if not config.data.assistant_only_loss:
         return False
     parts = [data.train] if data.held_out is None else [data.train, data.held_out]
     return True if any("completion_mask" in part.column_names for part in parts) else None
 
 
-def batch_of(config: SwapConfig) -> tuple[int, int]:
+def batch_of(config: JobConfig) -> tuple[int, int]:
     """Returns (sequences of a micro-batch, micro-batches of a step)."""
-    assert config.train is not None
     train, most = config.train, config.schedule.micro_batch
     if most is None or most >= train.batch_size:
         return train.batch_size, train.gradient_accumulation_steps
@@ -214,9 +211,8 @@ def batch_of(config: SwapConfig) -> tuple[int, int]:
     return most, train.gradient_accumulation_steps * (train.batch_size // most)
 
 
-def _schedule(config: SwapConfig) -> dict[str, Any]:
+def _schedule(config: JobConfig) -> dict[str, Any]:
     """Returns the arguments of transformers' `get_scheduler`."""
-    assert config.train is not None
     train, ratio = config.train, config.train.min_lr_ratio
     options: dict[str, Any] = {"warmup_steps": train.warmup_steps}
     if train.schedule == "constant":
@@ -231,7 +227,7 @@ def _schedule(config: SwapConfig) -> dict[str, Any]:
 
 
 def make_trainer(
-    config: SwapConfig,
+    config: JobConfig,
     model: Any,
     data: JobData,
     tokenizer: Tokenizer,
@@ -247,7 +243,6 @@ def make_trainer(
     import trl
     from transformers import EarlyStoppingCallback, PrinterCallback
 
-    assert config.train is not None
     base = trl.DPOTrainer if config.train.method == "dpo" else trl.SFTTrainer
     kind = type(base.__name__, (RunTrainer, base), {"__module__": base.__module__})
     processing = data.processor or tokenizer.for_records()
@@ -339,9 +334,8 @@ class RunTrainer(OffloadedTrainer):
     offloaded_optimizer: OffloadedOptimizer
     lr_scheduler: Any
 
-    def begin_run(self, config: SwapConfig, rank: JobRank) -> None:
+    def begin_run(self, config: JobConfig, rank: JobRank) -> None:
         """Takes what the methods need; checks the amount of data."""
-        assert config.train is not None and config.data is not None
         name = "default" if config.adapter is None else name_of(config.adapter)
         self._make_optimizer = partial(make_optimizer, self.model, config.optimizer, name)
         self._rank = rank
