@@ -31,6 +31,7 @@ from infinity.engine.registry import engine_of
 from infinity.engine.together import loop_of
 from infinity.errors import UnsupportedError
 from infinity.integrations.evaluation import MOST_BATCHES, EvaluationSweeps
+from infinity.integrations.rollouts import GENERATING, RolloutSteps, generates, is_last_of_window
 from infinity.modules.accumulate.purity import describe, is_trusted, own_code, own_method
 from infinity.modules.accumulate.trial import Trial, why_differs, why_forwards_differ
 
@@ -47,6 +48,8 @@ _KNOWN_STEPS = {
     ("trl.experimental.cpo.cpo_trainer", "CPOTrainer"),
     ("trl.experimental.orpo.orpo_trainer", "ORPOTrainer"),
 }
+# `prediction_step` of those that generate makes completions, which no sweep can.
+_KNOWN = {"training_step": _KNOWN_STEPS | GENERATING}
 _DPO = ("trl.trainer.dpo_trainer", "DPOTrainer")
 _KTO = ("trl.trainer.kto_trainer", "KTOTrainer")
 
@@ -172,7 +175,8 @@ def _overrides(trainer: Any, method: str) -> str | None:
         return "the trainer object"
     for cls in type(trainer).__mro__:
         is_own = issubclass(LayerMajorSteps, cls) or issubclass(cls, LayerMajorSteps)
-        is_known = (cls.__module__, cls.__name__) in _KNOWN_STEPS or is_own
+        known = _KNOWN.get(method, _KNOWN_STEPS)
+        is_known = (cls.__module__, cls.__name__) in known or is_own
         if method in vars(cls) and not is_known:
             return cls.__name__
     return None
@@ -206,7 +210,7 @@ def _log_plain(trainer: Any, reason: str) -> None:
     )
 
 
-class LayerMajorSteps:
+class LayerMajorSteps(RolloutSteps):
     """The methods of a Trainer that run its accumulation windows layer-major."""
 
     model: Any
@@ -219,6 +223,7 @@ class LayerMajorSteps:
     most_together: int | None = None  # Micro-batches.
     _window: Sequence[Any] = ()  # The micro-batches whose `training_step` is to come.
     _losses: Sequence[Any] = ()  # Theirs, once they have run.
+    _to_generate: Sequence[Any] = ()  # The micro-batches of a window that lack their completions.
     _trial: Trial | None = None
     _tried: int | None = None  # What the model was set to in the last trial.
     _is_reference_beside = False
@@ -237,14 +242,15 @@ class LayerMajorSteps:
         if is_worth_it and not self.is_asked_for:
             self._begin_trial(len(found[0]))
         self._window = found[0] if is_worth_it and self.is_asked_for else ()
-        self._losses = ()
+        self._losses = self._generated = ()
+        self._to_generate = found[0] if is_worth_it and generates(self) else ()
         if self._due is not None and len(self._window) < 2:  # A single one has freedoms.
             self._settle_evaluation()
         return found
 
     def _begin_trial(self, count: int) -> None:
         hooked = engine_of(self.model).hooked_modules
-        is_alone = self.args.gradient_accumulation_steps == 1 and not _shares_reference(self)
+        is_alone = self.args.gradient_accumulation_steps == 1 and not _has_more_calls(self)
         blocks = [block.module for block in hooked if block.is_block]
         self._trial = Trial(self.model, blocks, count, is_alone=is_alone)
 
@@ -278,7 +284,7 @@ class LayerMajorSteps:
     def _is_worth_it(self) -> bool:
         """Whether a window saves bytes, or the forward is repeated anyway."""
         args = self.args
-        is_shared = args.gradient_accumulation_steps > 1 or _shares_reference(self)
+        is_shared = args.gradient_accumulation_steps > 1 or _has_more_calls(self)
         is_shared = is_shared or loop_of(self.model) is not None
         return self.is_layer_major and (is_shared or bool(args.gradient_checkpointing))
 
@@ -288,6 +294,9 @@ class LayerMajorSteps:
         Returns the loss of this micro-batch, detached, as Trainer's does.
         """
         step = super().training_step  # type: ignore[misc]
+        if self._to_generate:
+            batches, self._to_generate = self._to_generate, ()
+            self._generate_window(batches)
         if self._trial is not None:
             return self._try(self._trial, partial(step, model, inputs, num_items_in_batch))
         if not self._window or inputs is not self._window[0]:
@@ -306,7 +315,9 @@ class LayerMajorSteps:
         def forward(index: int) -> torch.Tensor:
             taken: list[torch.Tensor] = []
             token = _taken.set(taken)  # A fiber has a context of its own.
+            last = is_last_of_window.set(index == len(batches) - 1)
             losses[index] = step(model, batches[index], num_items)
+            is_last_of_window.reset(last)
             _taken.reset(token)
             if len(taken) != 1:
                 raise UnsupportedError(
@@ -560,6 +571,11 @@ def _owner_of(trainer: Any, method: str) -> tuple[str, str] | None:
     """Returns the module and name of the class that a trainer has a method of, or None."""
     owner = next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
     return None if owner is None else (owner.__module__, owner.__name__)
+
+
+def _has_more_calls(trainer: Any) -> bool:
+    """Whether a single micro-batch has calls of the model that pass the blocks together."""
+    return generates(trainer) or _shares_reference(trainer)
 
 
 def _shares_reference(trainer: Any) -> bool:

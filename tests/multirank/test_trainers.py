@@ -3,6 +3,7 @@ one that accumulates what both of them see: the same sums in the same order, and
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -255,20 +256,22 @@ def _average_each_batch(model: Any) -> None:
 
 
 def _train_grpo_window(rank: int, directory: str) -> Any:
-    """Returns history and weights of GRPO with two micro-batches: plain TRL, then offloaded."""
+    """Returns history and weights of GRPO with two micro-batches: plain TRL, then offloaded, whose
+    micro-batches come one after the other; and again, whose micro-batches pass blocks together."""
     from tests.integrations import test_trl
 
     results = []
     with torchrun(rank), pytest.MonkeyPatch.context() as patch:
         options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
         patch.setattr(test_trl, "common", partial(test_trl.common, **options))
-        for is_plain in (True, False):
-            model, path = test_trl.make_model(lora=False), Path(directory) / str(is_plain)
+        for is_plain, together in itertools.product((True, False), (False, True)):
+            path = Path(directory) / f"{is_plain}-{together}"
+            model = test_trl.make_model(lora=False, dropout=0.0)
             trainer = test_trl.grpo(model, path, None)
-            if is_plain:
+            if not is_plain:
+                prepare_trainer(trainer, swap(path), layer_major=together)
+            elif not together:
                 _average_each_batch(model)
-            else:
-                prepare_trainer(trainer, swap(path))
             trainer.train()
             weights = plain_weights(model) if is_plain else close(trainer.model)
             results.append((_without_norms(test_trl.history(trainer)), weights))
@@ -307,13 +310,16 @@ def test_grpo_and_reward_of_two_processes_are_those_of_plain_trl(tmp_path: Path)
             assert_same(plain[1], mine[1])
 
 
-def test_grpo_windows_of_two_processes_are_averaged_batch_by_batch(tmp_path: Path) -> None:
+def test_grpo_windows_of_two_processes_are_those_of_plain_trl_in_either_order_of_sums(
+    tmp_path: Path,
+) -> None:
     """The order of the sums is all that differs from plain TRL: with it, weights are equal to the
-    bit."""
+    bit. Windows that pass blocks together have the order of plain TRL."""
     pytest.importorskip("trl", reason="pip install trl")
-    for plain, mine in run_ranks(COUNT, _train_grpo_window, str(tmp_path)):
-        assert mine[0] == plain[0]
-        assert_same(plain[1], mine[1])
+    for plain, window, mine, my_window in run_ranks(COUNT, _train_grpo_window, str(tmp_path)):
+        for expected, found in ((plain, mine), (window, my_window)):
+            assert found[0] == expected[0]
+            assert_same(expected[1], found[1])
 
 
 # -- accelerate ----------------------------------------------------------------------------------

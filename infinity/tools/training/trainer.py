@@ -541,7 +541,7 @@ class RunTrainer(OffloadedTrainer):
         """Returns the module that spoilt a loss of this rank, whose forward is repeated."""
         assert self._now.spoilt is not None
         inputs, count = self._now.spoilt
-        prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        prepared = self._prepare_inputs(inputs)
         unit = first_nonfinite_module(
             self.model, lambda: self.compute_loss(self.model, prepared, num_items_in_batch=count)
         )

@@ -1,0 +1,150 @@
+"""Generation batches of TRL's GRPO and RLOO trainers, whose windows run layer-major.
+
+These trainers generate, score and reward completions in the `training_step` of a micro-batch, and
+count the micro-batches behind it. `RolloutSteps` does this for all micro-batches of a window before
+the first of them, in their order. The passes of the window then compute losses only.
+Log-probabilities of a generation batch under the policy and under its reference without the adapter
+are calls of one sweep. Written against TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from infinity.engine.registry import engine_of
+from infinity.errors import InfinityError
+from infinity.integrations.evaluation import MOST_BATCHES
+from infinity.modules.accumulate.trial import why_forwards_differ
+
+GENERATING = {
+    ("trl.trainer.grpo_trainer", "GRPOTrainer"),
+    ("trl.trainer.rloo_trainer", "RLOOTrainer"),
+}
+
+# Whether the running micro-batch is the last one of its window; None outside of windows.
+is_last_of_window: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
+    "is_last_of_window", default=None
+)
+
+
+def generates(trainer: Any) -> bool:
+    """Whether a trainer makes its own completions."""
+    return any((cls.__module__, cls.__name__) in GENERATING for cls in type(trainer).__mro__)
+
+
+class RolloutSteps:
+    """The methods of GRPO and RLOO trainers that differ. Other trainers have none of them."""
+
+    model: Any
+    accelerator: Any
+    is_layer_major: bool
+    is_asked_for: bool
+    _step: int
+    _current_train_step_time: float
+    _generated: Sequence[tuple[Any, Any]] = ()  # Micro-batches of a window, and what they learn.
+    _is_generating = False
+    # The token ids of a generation batch, and their log-probabilities under the reference.
+    _reference: tuple[Any, Any] | None = None
+
+    def _generate_window(self, batches: Sequence[Any]) -> None:
+        """Makes what a window learns, in the order of the plain loop."""
+        began_s, first = time.perf_counter(), self._step
+        prepare = super()._prepare_inputs  # type: ignore[misc]
+        self.model.train()
+        self._is_generating = True
+        try:
+            generated = []
+            for number, batch in enumerate(batches):
+                self._step = first + number  # Says when to generate, and which part is next.
+                generated.append((batch, prepare(batch)))
+            self._generated = generated
+        finally:
+            self._step, self._is_generating = first, False
+        self._current_train_step_time += time.perf_counter() - began_s
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Overrides Trainer's: what a window learns is there."""
+        for batch, generated in self._generated:
+            if batch is inputs:
+                return generated
+        return super()._prepare_inputs(inputs)  # type: ignore[misc]
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Overrides TRL's: the parts of a generation batch pass the blocks together."""
+        score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        if self._reference is not None and self._reference[0] is input_ids:
+            (_, found), self._reference = self._reference, None
+            return found
+        is_apart = batch_size is None or any(value is not None for value in options.values())
+        if is_apart or not self._may_score_together(model):
+            found = score(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
+            if (is_last := is_last_of_window.get()) is not None:  # An entropy bonus asks for it.
+                self.accelerator.gradient_state.sync_gradients = is_last
+            return found
+        assert batch_size is not None
+        parts = [slice(at, at + batch_size) for at in range(0, len(input_ids), batch_size)]
+        calls = [
+            partial(score, model, input_ids[part], attention_mask[part], logits_to_keep, batch_size)
+            for part in parts
+        ]
+        if not self._has_reference_beside(model):
+            return _joined(_in_sweeps(model, calls, batch_size * input_ids.shape[1]))
+        pairs = [run for call in calls for run in (call, partial(self._as_reference, call))]
+        results = _in_sweeps(model, pairs, batch_size * input_ids.shape[1])
+        self._reference = input_ids, _joined(results[1::2])
+        return _joined(results[::2])
+
+    def _may_score_together(self, model: Any) -> bool:
+        if not (self._is_generating and self.is_layer_major and self.is_asked_for):
+            return False
+        if model is self.model:
+            return True
+        try:  # A reference model that is not offloaded stays as it is.
+            engine_of(model)
+        except InfinityError:
+            return False
+        return why_forwards_differ(model) is None
+
+    def _has_reference_beside(self, model: Any) -> bool:
+        """Whether TRL asks next for the same rows by the same model without its adapter."""
+        trainer: Any = self
+        if trainer.beta == 0.0 or trainer.ref_model is not None or model is not self.model:
+            return False
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layer = next((m for m in model.modules() if isinstance(m, BaseTunerLayer)), None)
+        return not (layer is None or layer.disable_adapters or "ref" in layer.active_adapters)
+
+    def _as_reference(self, call: Callable[[], Any]) -> Any:
+        from trl.trainer.utils import use_adapter
+
+        with use_adapter(self.model, "ref" if "ref" in self.model.peft_config else None):
+            return call()
+
+
+def _in_sweeps(model: Any, calls: Sequence[Callable[[], Any]], num_tokens: int) -> list[Any]:
+    """Returns the results of calls of `num_tokens` tokens each, in as few sweeps as fit."""
+    engine = engine_of(model)
+    most = min(MOST_BATCHES, max(2, engine.sweep_tokens // num_tokens // 2 * 2))
+    starts = range(0, len(calls), most)
+    return [r for at in starts for r in engine.sweep([], calls[at : at + most])[1]]
+
+
+def _joined(results: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Returns the tensors of all parts, one after the other; what the first part lacks is None."""
+    columns = zip(*results, strict=True)
+    return tuple(None if column[0] is None else torch.cat(column) for column in columns)
