@@ -1,7 +1,9 @@
 """Hook of mkdocs: folders in the navigation, pages outside docs/, links that lead there, the API.
 
-README.md is the first page. A link to a file that is no page of the site becomes plain text: the
-reader of the site has no source tree. API.md is written from the public names of the package.
+README.md is the first page, with its doors as cards on top. A link to a file that is no page of the
+site becomes plain text: the reader of the site has no source tree. API.md is written from the
+public names of the package. A fence that is not read as one, or a heading that is lost, ends the
+build: Markdown shows both as text without a warning.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -22,9 +25,9 @@ from infinity import checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "io/README.md", "bench/README.md",
-    "bench/results/README.md",
+    "bench/results/README.md", "recipes/README.md", "notebooks/README.md",
 )  # fmt: skip
-PICTURES = "bench/results/plots/*.png"
+FILES = ("bench/results/plots/*.png", "recipes/*/*.toml", "notebooks/*.ipynb")
 TRAINERS = (
     "infinity.integrations.hf.prepare_trainer",
     "infinity.integrations.hf.prepare_accelerator",
@@ -37,6 +40,10 @@ MEMBERS = {
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
+# A line that superfences takes as the first one of a fence: a language, and options with values.
+OPENING = re.compile(r"```[\w+-]*( [\w-]+=\"[^\"]*\")*")
+HEADING = re.compile(r"^#{1,6} ", re.MULTILINE)
+DOORS = re.compile(r"^## Doors\n\n((?:[* ] .*\n)+)", re.MULTILINE)
 
 
 def place_of(name: str) -> str:
@@ -56,6 +63,34 @@ def name_of(place: str) -> str:
 def home_of(package: ModuleType, name: str) -> str:
     """Returns the path at which griffe finds the source of a public name."""
     return f"{getattr(package, name).__module__}.{name}"
+
+
+def broken_fences(text: str) -> list[str]:
+    """Returns what is wrong with the fences of a page, each with its line."""
+    opened, found = 0, []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.startswith("```"):
+            continue
+        if opened:
+            if line.strip() != "```":
+                found.append(f"line {number}: the fence of line {opened} is still open")
+            opened = 0
+        elif OPENING.fullmatch(line):
+            opened = number
+        else:
+            found.append(f'line {number}: {line!r} begins no fence; expected ```name key="value"')
+    return found + [f"line {opened}: the fence has no end"] * bool(opened)
+
+
+def landing_page(text: str) -> str:
+    """Returns README.md as the first page: its doors are cards below the first words."""
+    doors = DOORS.search(text)
+    if doors is None:
+        raise PluginError("README.md has no section 'Doors', which the landing page shows as cards")
+    rest = text.replace(doors[0], "")
+    before, heading, after = rest.partition("\n## ")
+    cards = f'<div class="grid cards" markdown>\n\n{doors[1].strip()}\n\n</div>\n'
+    return f"{before}\n{cards}{heading}{after}"
 
 
 def api_page() -> str:
@@ -101,9 +136,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages and pictures from outside docs/."""
-    pictures = [path.relative_to(ROOT).as_posix() for path in ROOT.glob(PICTURES)]
-    for name in (*PAGES, *pictures):
+    """Adds the pages and files from outside docs/."""
+    found = [path.relative_to(ROOT).as_posix() for each in FILES for path in ROOT.glob(each)]
+    for name in (*PAGES, *found):
         files.append(File.generated(config, place_of(name), abs_src_path=str(ROOT / name)))
     files.append(File.generated(config, "API.md", content=api_page()))
     return files
@@ -112,6 +147,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(text: str, page: Page, files: Files, **_: object) -> str:
     """Makes links between files of the repository links between places on the site."""
     own = page.file.src_uri
+    if wrong := broken_fences(text):
+        raise PluginError(f"{own}: {'; '.join(wrong)}")
+    if own == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+        text = landing_page(text)
 
     def linked(found: re.Match[str]) -> str:
         picture, words, target, anchor = found[1], found[2], found[3], found[4] or ""
@@ -126,3 +166,11 @@ def on_page_markdown(text: str, page: Page, files: Files, **_: object) -> str:
 
     parts = FENCE.split(text)
     return "".join(part if part.startswith("```") else LINK.sub(linked, part) for part in parts)
+
+
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    """Ends the build if a heading of the page is not one on the site."""
+    wanted = len(HEADING.findall(FENCE.sub("", page.markdown or "")))
+    if len(re.findall(r"<h[1-6]\b", html)) < wanted:
+        raise PluginError(f"{page.file.src_uri}: a heading of the page is shown as text")
+    return html

@@ -110,9 +110,9 @@ class LossCurve:
             f"<text x='{_LEFT - 6}' y='{_HEIGHT - 24}' text-anchor='end' style='{style}'>{low:.4g}"
             f"</text><text x='{_LEFT}' y='{_HEIGHT - 6}' style='{style}'>step 1</text>"
             f"<text x='{_WIDTH - 10}' y='{_HEIGHT - 6}' text-anchor='end' style='{style}'>"
-            f"step {last}</text><polyline points='{line}' fill='none' stroke='#1d6fa5' "
+            f"step {last}</text><polyline points='{line}' fill='none' stroke='currentColor' "
             f"stroke-width='1.6'/><circle cx='{x(points[0][0]):.1f}' cy='{y(points[0][1]):.1f}' "
-            "r='3' fill='#1d6fa5'/></svg>"
+            "r='3' fill='currentColor'/></svg>"
         )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 import infinity
@@ -76,6 +77,50 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert not re.search(
             r'(?:src|href)="https?://(?!ui\.perfetto)[^"]*\.(?:js|css|woff2?)"', text
         )
+
+
+def test_every_fence_of_a_page_is_read_as_one() -> None:
+    """The build of the site ends for one that is not; this is the same check, without a build."""
+    pytest.importorskip("mkdocs", reason="pip install 'infinity-offload[docs]'")
+    sys.path.append(str(ROOT / "scripts"))
+    from site_pages import PAGES, broken_fences
+
+    for page in (*DOCS.rglob("*.md"), *(ROOT / name for name in PAGES)):
+        assert not broken_fences(page.read_text()), page
+    for text in ("```bash fails\nls\n```\n", "```\nls\n", "```bash\nls\n```text\n```\n"):
+        assert broken_fences(text), text
+    assert not broken_fences('```toml title="a.toml"\na = 1\n```\n')
+
+
+def test_every_page_stands_behind_one_of_five_doors() -> None:
+    """The tabs of the site and the sections of CONTENTS.md have the same pages."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]
+
+    def pages_of(entry: object) -> set[str]:
+        if isinstance(entry, dict):
+            return set().union(*map(pages_of, entry.values()))
+        if isinstance(entry, list):
+            return set().union(*map(pages_of, entry))
+        folder = str(entry)
+        found = (DOCS / folder).glob("*.md") if folder.endswith("/") else [Path(folder)]
+        return {f"{folder}{each.name}" if folder.endswith("/") else folder for each in found}
+
+    tabs = {title: pages_of(inner) for door in nav for title, inner in door.items()}
+    assert tabs.pop("Home") == {"index.md"}
+    parts = re.split(r"^## (.*)\n", (DOCS / "CONTENTS.md").read_text(), flags=re.MULTILINE)[1:]
+    doors = {
+        title: {link.removeprefix("../") for link in re.findall(r"\]\(([^)#]*)", part)}
+        for title, part in zip(parts[::2], parts[1::2], strict=True)
+    }
+    tabs["Start"].remove("CONTENTS.md")
+    tabs["Reference"].remove("API.md")  # Written by the build.
+    assert doors == tabs
+    assert len(doors) == 5
 
 
 # -- The tutorial ----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from infinity.tools.plan.draft import Draft, Wish
 
 _RANK = 16
-_WIDTH = 97
 _SWEPT: dict[str, Callable[[str], Any]] = {
     "lr": float, "rank": int, "alpha": float, "dropout": float, "seed": int,
 }  # fmt: skip
@@ -104,13 +102,6 @@ class NewOptions:
 
         return self.out or Path(f"{model_name(self.directory)}.toml")
 
-    @property
-    def launch(self) -> str:
-        """The program that the file is for."""
-        if self.ranks == 1:
-            return "infinity"
-        return f"torchrun --nproc-per-node {self.ranks} -m infinity"
-
 
 @with_options(NewOptions)
 def new(asked: NewOptions) -> None:
@@ -139,7 +130,11 @@ def write_new(asked: NewOptions) -> None:
             f"no file was written, because nothing fits {machine.name}: "
             + "; ".join(forecast.obstacles)
         )
-    text = _text(asked, wish, found, forecast)
+    from infinity.tools.plan.draft import file_of
+
+    name = asked.file.name if asked.file is not None else "FILE"
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    text = file_of(wish, found, forecast, name, today)
     if asked.file is not None:
         try:
             with asked.file.open("x", encoding="utf-8") as stream:
@@ -287,71 +282,24 @@ def _decide(
         return decide(wish, directory, measure_all)
 
 
-def _text(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> str:
-    from infinity.config import render
-    from infinity.config.hub import model_name
-    from infinity.tools.plan.draft import describe_machine
-
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    name = asked.file.name if asked.file is not None else "FILE"
-    how = "all weights" if wish.rank is None else f"LoRA of rank {wish.rank}"
-    how = f"{len(wish.sweep)} LoRA adapters over one base" if wish.sweep else how
-    said = [
-        f"{model_name(wish.model)}: {how}. Written by `infinity new` on {today} for "
-        f"{describe_machine(forecast.hardware)}.",
-        *_answer_lines(wish, found, forecast),
-    ]
-    head = [line for text in said for line in textwrap.wrap(text, _WIDTH)]
-    ranks = "" if asked.ranks == 1 else f" --ranks {asked.ranks}"
-    told = {
-        f"{asked.launch} train {name}": "with --resume it goes on after any end, to the bit",
-        f"infinity plan {name}{ranks}": "what a step takes, and what would help",
-        f"infinity config show {name}": "every key, its value and where it came from",
-        "docs/CONFIG.md": "the meaning of every key",
-    }
-    width = max(map(len, told))
-    head += ["", *(f"  {command:<{width}}  {what}" for command, what in told.items())]
-    lines = [f"# {line}".rstrip() for line in head]
-    return "\n".join(lines) + "\n" + render.to_toml(found.config, found.notes, only_set=True)
-
-
-def _answer_lines(wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
-    """Returns plan's sentences, and how long the data take."""
-    from infinity.tools.plan.report import duration, sentences
-
-    said = sentences(forecast)
-    if wish.data is None:
-        return [*said, "How long your data take: infinity new with --data FILE."]
-    what, took = _data_in_words(wish.data, wish.passes), found.steps * forecast.step.step_s
-    steps = f"{found.steps:,} step{'s' * (found.steps > 1)}"
-    return [*said, f"Your data, {what}: {steps}, {duration(took)}."]
-
-
-def _data_in_words(data: DataFacts, passes: int) -> str:
-    what = f"{'' if data.is_exact else 'about '}{data.num_tokens:,} tokens"
-    if data.num_records:
-        noun = data.noun.removesuffix("s") if data.num_records == 1 else data.noun
-        what = f"{data.num_records:,} {noun} ({what})"
-    return what if passes == 1 else f"{passes} times {what}"
-
-
 def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
-    from infinity.tools.plan.draft import describe_machine
+    from infinity.tools.plan.draft import answer_lines, describe_machine
 
-    lines = [describe_machine(forecast.hardware), *_answer_lines(wish, found, forecast)]
+    lines = [describe_machine(forecast.hardware), *answer_lines(wish, found, forecast)]
     if asked.file is not None:
-        lines += [f"wrote {asked.file}", f"next: {asked.launch} train {asked.file}"]
+        lines += [f"wrote {asked.file}", f"next: {wish.program} train {asked.file}"]
     return lines
 
 
 def _answer(
     asked: NewOptions, wish: Wish, machine: Hardware, found: Draft, forecast: Forecast
 ) -> dict[str, Any]:
+    from infinity.tools.plan.draft import answer_lines
     from infinity.tools.plan.report import answer
 
     return {
         "file": None if asked.file is None else str(asked.file),
-        "text": " ".join(_answer_lines(wish, found, forecast)),
+        "text": " ".join(answer_lines(wish, found, forecast)),
         "answer": answer(forecast),
         "steps": found.steps,
         "seconds": None if wish.data is None else found.steps * forecast.step.step_s,

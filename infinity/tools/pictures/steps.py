@@ -10,27 +10,25 @@ from infinity.observe.step_summary import Stall, StepSummary, busy_from_ns
 from infinity.observe.tracer import Span, Track
 from infinity.sizes import format_nbytes
 from infinity.tools.pictures.timeline import (
+    COLORS,
     LINK_COLUMNS,
     Bars,
     NamedInterval,
     PageRow,
     PageTable,
     TrackPicture,
+    kind_of_bytes,
+    legend_of,
     link_row,
     milliseconds,
 )
 
-_COLORS = {
-    Track.COMPUTE: "#2a7f62",
-    Track.ENGINE: "#8d99ae",
-    Track.UPDATES: "#e09f3e",
-    Track.STALLS: "#c1121f",
-    Track.COPIES_IN: "#7b2cbf",
-    Track.COPIES_OUT: "#9d4edd",
-    Track.READS: "#1d6fa5",
-    Track.WRITES: "#7a4419",
+# Tracks whose bars mean one thing. Those of transfers are coloured by what they move.
+_TRACK_KINDS: dict[str, str] = {
+    Track.UPDATES: "state",
+    Track.STALLS: "waiting",
+    Track.ENGINE: "other",
 }
-_OTHER_COLOR = "#577590"
 _PHASE_COLORS = ("#dde5e8", "#eef2f3")
 
 
@@ -53,23 +51,32 @@ def picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
 
     `tables` list every stall only if the summary does: `summarize(num_stalls=...)`.
     """
-    bars: dict[str, list[tuple[float, float, str]]] = {use.track: [] for use in step.tracks}
+    backward = [
+        (span.start_ns, span.end_ns)
+        for span in spans
+        if span.track == Track.PHASES and span.name.startswith("backward")
+    ]
+    found: dict[str, dict[str, list[tuple[float, float, str]]]] = {
+        use.track: {} for use in step.tracks
+    }
     for span in spans:
         start_ns = max(busy_from_ns(span), step.start_ns)
         end_ns = min(span.end_ns, _end_ns(step))
-        if str(span.track) in bars and start_ns < end_ns:
+        if str(span.track) in found and start_ns < end_ns:
             bar = ((start_ns - step.start_ns) / 1e6, (end_ns - start_ns) / 1e6, _name(span))
-            bars[str(span.track)].append(bar)
+            found[str(span.track)].setdefault(_kind_of(span, backward), []).append(bar)
     tracks = []
     for use in step.tracks:
-        kind = Track(use.track if use.track in _COLORS else use.track.partition(" ")[0])
-        named, color = bars[use.track], _COLORS.get(kind, _OTHER_COLOR)
-        group = Bars(color, [bar[:2] for bar in named], [bar[2] for bar in named])
-        tracks.append((f"{use.track}  {use.share:.0%}", [group]))
+        groups = [
+            Bars(COLORS[kind], [bar[:2] for bar in named], [bar[2] for bar in named])
+            for kind, named in found[use.track].items()
+        ]
+        tracks.append((f"{use.track}  {use.share:.0%}", groups))
     return TrackPicture(
         title=_finding(step),
         time_label="milliseconds from the start of the step",
         tracks=tracks,
+        legend=legend_of(tracks),
         intervals=_phases(spans, step),
         end=step.length_s * 1e3,
         unit_s=1e-3,
@@ -89,6 +96,14 @@ def _finding(step: StepSummary) -> str:
 def _name(span: Span) -> str:
     moved = f", {format_nbytes(span.args['nbytes'])}" if "nbytes" in span.args else ""
     return span.name + moved
+
+
+def _kind_of(span: Span, backward: Sequence[tuple[int, int]]) -> str:
+    """Returns the kind of a span, which gives its colour; of compute, the pass it begins in."""
+    if span.track == Track.COMPUTE:
+        is_backward = any(start <= span.start_ns < end for start, end in backward)
+        return "backward" if is_backward else "forward"
+    return _TRACK_KINDS.get(span.track) or kind_of_bytes(span.name)
 
 
 def _end_ns(step: StepSummary) -> int:

@@ -21,6 +21,22 @@ from infinity.checkpoint.durable import replace_file
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.sizes import format_nbytes
 
+# What a colour means in every picture: the passes of compute, what is moved or updated, and waits.
+COLORS = {
+    "forward": "#1d6fa5",
+    "backward": "#7b5ea7",
+    "weights": "#2a7f62",
+    "state": "#e09f3e",
+    "gradients": "#c1121f",
+    "layer inputs": "#17a2a8",
+    "waiting": "#e58ab0",
+    "other": "#8d99ae",
+}
+_KINDS = {
+    "parameters": "weights", "decoded": "weights", "master": "state", "moments": "state",
+    "exp_avg": "state", "exp_avg_sq": "state", "momentum_buffer": "state", "norms": "gradients",
+    "input": "layer inputs", "inputs": "layer inputs", "activations": "layer inputs",
+}  # fmt: skip
 _BAR_HEIGHT = 0.8
 _LEAST_NAMED_SHARE = 0.06  # Of the width; the name of a shorter interval does not fit.
 
@@ -84,6 +100,20 @@ class TrackPicture:
     tables: Sequence[PageTable] = ()
 
 
+def kind_of_bytes(name: str) -> str:
+    """Returns the kind, a key of `COLORS`, of what a transfer or an update is named after: "state"
+    of "master of block 3"."""
+    word = name.partition(" ")[0]
+    kind = _KINDS.get(word, word)
+    return kind if kind in COLORS else "other"
+
+
+def legend_of(tracks: Sequence[tuple[str, Sequence[Bars]]]) -> dict[str, str]:
+    """Returns the kinds whose colours are on the tracks."""
+    shown = {bars.color for _, groups in tracks for bars in groups if bars.bars}
+    return {kind: color for kind, color in COLORS.items() if color in shown}
+
+
 def find_pyplot() -> Any:
     """Returns pyplot, set to paint files. Raises UnsupportedError without matplotlib."""
     try:
@@ -99,7 +129,8 @@ def find_pyplot() -> Any:
 
 
 def paint(path: Path, *pictures: TrackPicture) -> None:
-    """Writes the pictures, one below the other, in the format of the suffix of `path`.
+    """Writes the pictures, one below the other, in the format of the suffix of `path`. A PNG has
+    their titles as its description.
 
     Raises UnsupportedError without matplotlib, ConfigError when the file cannot be written.
     """
@@ -112,7 +143,9 @@ def paint(path: Path, *pictures: TrackPicture) -> None:
         _paint_tracks(axis, picture)
     figure.tight_layout()
     try:
-        figure.savefig(path, dpi=130, bbox_inches="tight")
+        titles = {"Description": "\n".join(picture.title for picture in pictures)}
+        metadata = titles if path.suffix == ".png" else None
+        figure.savefig(path, dpi=130, bbox_inches="tight", metadata=metadata)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from None
     finally:

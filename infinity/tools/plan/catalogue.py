@@ -18,8 +18,9 @@ from infinity.plan.files import shipped_in
 from infinity.plan.frozen_base import stored_of_shape
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import load_shape, model_for
+from infinity.plan.predict import Forecast
 from infinity.tools.plan.decide import fit
-from infinity.tools.plan.draft import Wish, draft
+from infinity.tools.plan.draft import Draft, Wish, draft
 from infinity.tools.plan.report import count, decimal
 from infinity.tools.training.settle import settle
 
@@ -28,6 +29,10 @@ _NOTE = (
     "A step has 16 sequences of 2,048 tokens on each device. Predicted, with the machines as their "
     "files describe them (infinity plan --list)."
 )
+_BINDING = {
+    "compute": "compute", "nvme": "drives", "h2d": "link", "d2h": "link", "update": "updates",
+    "norms": "updates",
+}  # fmt: skip
 _TIERS = {"host": "memory", "nvme": "drives", "device": "device"}
 
 
@@ -50,9 +55,10 @@ class Cell:
         """The cell as a reader sees it."""
         if self.tokens_per_s is None:
             return f"no: {self.reason.partition(':')[0]}"
-        return (
+        rate = (
             f"{self.tokens_per_s:,.0f}" if self.tokens_per_s >= 10 else f"{self.tokens_per_s:.2g}"
         )
+        return f"{rate} {_BINDING.get(self.binding or '', 'exchange')}"
 
 
 def published_models() -> list[str]:
@@ -62,21 +68,31 @@ def published_models() -> list[str]:
     return sorted(found, key=lambda name: shapes[name].num_params)
 
 
-def plan_cell(name: str, machine: str, hardware: Hardware, rank: int | None) -> Cell:
-    """Plans one model on one machine."""
-    count = hardware.device.count
+def plan_shipped(name: str, hardware: Hardware, rank: int | None) -> tuple[Wish, Draft, Forecast]:
+    """Returns what `infinity new` decides for a shipped model without data, on a rank for each
+    device. Raises InfinityError if it fits in no way; a forecast names obstacles."""
+    count, shape = hardware.device.count, load_shape(name)
     wish = Wish(
-        model=Path(name), max_positions=None, rank=rank, experts=False, data=None,
-        data_paths=(Path("chat.jsonl"),), swap=(Path("swap"),), output=Path("output"),
+        model=Path(shape.hub or name), max_positions=None, rank=rank, experts=False, data=None,
+        data_paths=(Path("chat.jsonl"),), swap=(Path("swap"),), output=Path(f"{name}-output"),
         length=_LENGTH, sequences=_SEQUENCES * count, num_ranks=count, is_here=False,
     )  # fmt: skip
     first = settle(draft(wish, hardware, spills=False).config)
+    return wish, *fit(wish, model_for(first, shape, dtype=torch.bfloat16), hardware)
+
+
+def plan_cell(name: str, machine: str, hardware: Hardware, rank: int | None) -> Cell:
+    """Plans one model on one machine."""
     try:
-        model = model_for(first, load_shape(name), dtype=torch.bfloat16)
-        _, said = fit(wish, model, hardware)
+        _, _, said = plan_shipped(name, hardware, rank)
     except InfinityError as error:
         tier = _TIERS.get(error.tier, error.tier) if isinstance(error, CapacityError) else "plan"
         return Cell(name, machine, rank, None, None, None, None, f"{tier}: {error}")
+    return cell_of(name, machine, rank, said)
+
+
+def cell_of(name: str, machine: str, rank: int | None, said: Forecast) -> Cell:
+    """Returns the cell of a forecast."""
     if said.obstacles:
         return Cell(name, machine, rank, None, None, None, None, f"batch: {said.obstacles[0]}")
     tokens = said.num_ranks * said.batch.tokens_per_step
@@ -126,5 +142,8 @@ def to_markdown(cells: Sequence[Cell]) -> str:
 def page_of(cells: Sequence[Cell], rank: int | None, *, is_markdown: bool) -> str:
     """Returns the table with its headline and a note on the step. `rank`: of the adapter."""
     how = "All weights, in bfloat16" if rank is None else f"LoRA of rank {rank} over the checkpoint"
-    title, table = f"{how}: tokens/s", to_markdown(cells) if is_markdown else to_text(cells)
+    title, table = (
+        f"{how}: tokens/s, and what binds",
+        to_markdown(cells) if is_markdown else to_text(cells),
+    )
     return f"{'## ' * is_markdown}{title}\n\n{table}\n\n{_NOTE}"

@@ -6,23 +6,26 @@ memory, until the planner says that one fits the machine.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infinity.config import SwapConfig
+from infinity.config import SwapConfig, render
+from infinity.config.hub import model_name
 from infinity.config.source import ConfigSource
 from infinity.errors import CapacityError
 from infinity.plan.hardware import UNSURE, Hardware
 from infinity.plan.predict import Forecast
 from infinity.sizes import GIB, MIB, align_up, format_nbytes
 from infinity.tools.plan.data_facts import IMAGES, DataFacts
-from infinity.tools.plan.report import flops
+from infinity.tools.plan.report import duration, flops, sentences
 
 Table = dict[str, Any]
 Forecaster = Callable[[SwapConfig], Forecast]
 
+_WIDTH = 97  # Of a line of the file's head, without the mark of a comment.
 _KINDS = ("parameters", "master", "moments", "gradients")
 _LONGEST = 4096  # Tokens of a sequence, unless more are asked for.
 _LENGTH_STEP = 128
@@ -60,6 +63,13 @@ class Wish:
     num_ranks: int = 1
     is_here: bool = True
     sweep: tuple[Table, ...] = ()
+
+    @property
+    def program(self) -> str:
+        """The program that the file is for."""
+        if self.num_ranks == 1:
+            return "infinity"
+        return f"torchrun --nproc-per-node {self.num_ranks} -m infinity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +311,51 @@ def _share_held_out(num_sequences: int) -> float:
     if num_sequences < _LEAST_HELD_OUT:
         return 0.0
     return 0.05 if num_sequences < 20 * _LEAST_HELD_OUT else 0.01
+
+
+# -- The file and the answer -----------------------------------------------------------------------
+
+
+def file_of(wish: Wish, found: Draft, forecast: Forecast, name: str, today: str = "") -> str:
+    """Returns the text of the file: what it is for, the plan's answer, commands, and each key with
+    its remark. `name` is the file's, as the commands have it; `today` a date."""
+    how = "all weights" if wish.rank is None else f"LoRA of rank {wish.rank}"
+    how = f"{len(wish.sweep)} LoRA adapters over one base" if wish.sweep else how
+    said = [
+        f"{model_name(wish.model)}: {how}. Written by `infinity new`{today and f' on {today}'} for "
+        f"{describe_machine(forecast.hardware)}.",
+        *answer_lines(wish, found, forecast),
+    ]
+    head = [line for text in said for line in textwrap.wrap(text, _WIDTH)]
+    ranks = "" if wish.num_ranks == 1 else f" --ranks {wish.num_ranks}"
+    told = {
+        f"{wish.program} train {name}": "with --resume it goes on after any end, to the bit",
+        f"infinity plan {name}{ranks}": "what a step takes, and what would help",
+        f"infinity config show {name}": "every key, its value and where it came from",
+        "docs/CONFIG.md": "the meaning of every key",
+    }
+    width = max(map(len, told))
+    head += ["", *(f"  {command:<{width}}  {what}" for command, what in told.items())]
+    lines = [f"# {line}".rstrip() for line in head]
+    return "\n".join(lines) + "\n" + render.to_toml(found.config, found.notes, only_set=True)
+
+
+def answer_lines(wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
+    """Returns plan's sentences, and how long the data take."""
+    said = sentences(forecast)
+    if wish.data is None:
+        return [*said, "How long your data take: infinity new with --data FILE."]
+    what, took = _data_in_words(wish.data, wish.passes), found.steps * forecast.step.step_s
+    steps = f"{found.steps:,} step{'s' * (found.steps > 1)}"
+    return [*said, f"Your data, {what}: {steps}, {duration(took)}."]
+
+
+def _data_in_words(data: DataFacts, passes: int) -> str:
+    what = f"{'' if data.is_exact else 'about '}{data.num_tokens:,} tokens"
+    if data.num_records:
+        noun = data.noun.removesuffix("s") if data.num_records == 1 else data.noun
+        what = f"{data.num_records:,} {noun} ({what})"
+    return what if passes == 1 else f"{passes} times {what}"
 
 
 def describe_machine(hardware: Hardware) -> str:

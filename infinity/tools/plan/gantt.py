@@ -9,20 +9,25 @@ from infinity.plan.predict import Forecast
 from infinity.simulate.log import CHECKPOINT_READ, READ, WRITE
 from infinity.sizes import format_nbytes
 from infinity.tools.pictures.timeline import (
+    COLORS,
     LINK_COLUMNS,
     Bars,
     PageRow,
     PageTable,
     TrackPicture,
+    kind_of_bytes,
+    legend_of,
     link_row,
     milliseconds,
     write_page,
 )
 from infinity.tools.plan.report import (
+    TIERS,
     TRACK_TITLES,
     decimal,
     duration,
     idle_of_compute,
+    memory_by_tier,
     sentences,
 )
 
@@ -31,21 +36,13 @@ _TRAFFIC_TITLES = {
     READ: "drives, read",
     WRITE: "drives, write",
 }
-_COLORS = {
-    "forward": "#1d6fa5",
-    "backward": "#7b5ea7",
-    "weights": "#2a7f62",
-    "state": "#e09f3e",
-    "gradients": "#c1121f",
-    "other": "#8d99ae",
-}
 
 
 def save_page(forecast: Forecast, path: Path) -> None:
     """Writes the page of one simulated step. Raises ConfigError when it cannot be written."""
     first, *others = sentences(forecast)
     answer = PageTable("The plan", ("",), [((text,), None) for text in others])
-    tables = (idle_table(forecast), link_table(forecast), answer)
+    tables = (memory_table(forecast), idle_table(forecast), link_table(forecast), answer)
     write_page(path, first, [replace(picture_of(forecast), tables=tables)])
 
 
@@ -57,18 +54,34 @@ def picture_of(forecast: Forecast) -> TrackPicture:
     margin_s = 0.03 * step.step_s
     ranks = "" if forecast.num_ranks == 1 else f", one of {forecast.num_ranks} ranks"
     share = step.binding_share
-    tracks = {track: _bars(forecast, track) for track in busy}
-    shown = {bars.color for groups in tracks.values() for bars in groups}
+    tracks = [(TRACK_TITLES[track], _bars(forecast, track)) for track in busy]
     return TrackPicture(
         title=f"{forecast.model.name} on {forecast.hardware.name}{ranks}: a {name} of "
         f"{duration(step.step_s)},\n{TRACK_TITLES[step.binding]} busy {share:.0%} of it "
         f"(simulated; the {name} lies between the lines)",
         time_label="seconds from the optimizer's decision",
-        tracks=[(TRACK_TITLES[track], groups) for track, groups in tracks.items()],
+        tracks=tracks,
         edges=(0.0, step.step_s),
-        legend={name: color for name, color in _COLORS.items() if color in shown},
+        legend=legend_of(tracks),
         start=-margin_s,
         end=step.step_s + margin_s,
+    )
+
+
+def memory_table(forecast: Forecast) -> PageTable:
+    """Returns the bytes of each kind of state by tier, of one rank."""
+    found = memory_by_tier(forecast)
+    tiers = [tier for tier in TIERS if any(tier in places for places in found.values())]
+    rows: list[PageRow] = [
+        ((kind, *(format_nbytes(places[tier]) if tier in places else "" for tier in tiers)), None)
+        for kind, places in found.items()
+    ]
+    return PageTable(
+        "Memory by tier",
+        ("state", *tiers),
+        rows,
+        "Layer inputs are the most at a time. Working memory holds weights that are in use, read "
+        "ahead or kept.",
     )
 
 
@@ -114,7 +127,7 @@ def _bars(forecast: Forecast, track: str) -> list[Bars]:
             bars.setdefault(kind, []).append((start_s, operation.duration_s))
             moved = f", {format_nbytes(operation.nbytes)}" if operation.nbytes else ""
             names.setdefault(kind, []).append(operation.name + moved)
-    return [Bars(_COLORS[kind], group, names[kind]) for kind, group in bars.items()]
+    return [Bars(COLORS[kind], group, names[kind]) for kind, group in bars.items()]
 
 
 def kind_of(name: str) -> str:
@@ -123,6 +136,5 @@ def kind_of(name: str) -> str:
     "forward with update: state of block 3" moves "state".
     """
     before, _, what = name.partition(": ")
-    word = what.split(" of ")[0]
-    first = before.split()[0]
-    return word if word in _COLORS else first if first in _COLORS else "other"
+    kind = kind_of_bytes(what)
+    return before.split()[0] if kind == "other" and before.split()[0] in COLORS else kind

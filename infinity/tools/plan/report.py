@@ -23,6 +23,7 @@ TRACK_TITLES = {
     "sockets": "between hosts of ranks",
     "network": "between nodes",
 }
+TIERS = ("device", "host", "nvme", "checkpoint")
 # Below this share of the step no single track explains it: the tracks wait for each other.
 _BINDING_SHARE = 0.85
 _LEAST_GAIN = 1.02
@@ -53,6 +54,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
         "placed_nbytes": forecast.placed_nbytes,
         "host_nbytes": forecast.host_nbytes,
         "working_nbytes": forecast.working_nbytes,
+        "memory_nbytes": memory_by_tier(forecast),
         "num_spares": forecast.num_spares,
         "spare_nbytes": forecast.spare_nbytes,
         "suspended_nbytes": forecast.saved,
@@ -78,8 +80,7 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
     model, batch, step = forecast.model, forecast.batch, forecast.step
     hardware, place, name = forecast.hardware, forecast.update_place, forecast.batch.name
     is_updated = batch.has_backward and not hardware.shares_host_memory
-    tokens = forecast.tokens_per_s
-    rate = f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.3g}"
+    rate = _rate(forecast.tokens_per_s)
     lines = [
         *sentences(forecast),
         "",
@@ -170,6 +171,19 @@ def _taken(forecast: Forecast) -> list[str]:
 
 def _by_tier(tiers: Mapping[str, int]) -> str:
     return ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in tiers.items())
+
+
+def memory_by_tier(forecast: Forecast) -> dict[str, dict[str, int]]:
+    """Returns the bytes of everything that takes memory or drives, by kind and tier. Layer inputs
+    are the most at a time; host memory in all is the sum of its column."""
+    found = {kind: dict(tiers) for kind, tiers in forecast.placed_nbytes.items()}
+    if forecast.saved:
+        found["layer inputs"] = dict(forecast.saved)
+    inputs_nbytes = forecast.saved.get("host", 0)
+    found["working memory"] = {"host": max(0, forecast.working_nbytes - inputs_nbytes)}
+    if forecast.spare_nbytes:
+        found["spare generations"] = {"nvme": forecast.spare_nbytes}
+    return found
 
 
 def _places(forecast: Forecast) -> list[str]:
@@ -331,7 +345,7 @@ def sentences(forecast: Forecast) -> list[str]:
     reads = f"; it reads {decimal(found['read_nbytes'])}" if found["read_nbytes"] else ""
     second = (
         f"A {forecast.batch.name} of {tokens:,} tokens takes {duration(found['step_s'])} "
-        f"({found['tokens_per_s']:,.4g} tokens/s): {bound}{reads}."
+        f"({_rate(found['tokens_per_s'])} tokens/s): {bound}{reads}."
     )
     return [
         first,
@@ -354,6 +368,10 @@ def _of_experts(forecast: Forecast) -> list[str]:
         "Computing was timed on a dense block: on a processor, routed experts with few tokens each "
         "take several times as long."
     ]
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
 def count(number: float) -> str:
