@@ -21,13 +21,14 @@ from mkdocs.structure.pages import Page
 
 import infinity
 from infinity import checkpoint
+from infinity.config.deepspeed import to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "io/README.md", "bench/README.md",
     "bench/results/README.md", "recipes/README.md", "notebooks/README.md",
 )  # fmt: skip
-FILES = ("bench/results/plots/*.png", "recipes/*/*.toml", "notebooks/*.ipynb")
+FILES = ("bench/results/plots/*.png", "recipes/*/*.toml", "notebooks/*.ipynb", "examples/*.py")
 TRAINERS = (
     "infinity.integrations.hf.prepare_trainer",
     "infinity.integrations.hf.prepare_accelerator",
@@ -42,6 +43,8 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 # A line that superfences takes as the first one of a fence: a language, and options with values.
 OPENING = re.compile(r"```[\w+-]*( [\w-]+=\"[^\"]*\")*")
+# A link to a program on a line for itself, for which the site shows the program.
+PROGRAM = re.compile(r"^\[[\w.]+\]\(\.\./(examples/\w+\.py)\)$", re.MULTILINE)
 HEADING = re.compile(r"^#{1,6} ", re.MULTILINE)
 DOORS = re.compile(r"^## Doors\n\n((?:[* ] .*\n)+)", re.MULTILINE)
 
@@ -164,6 +167,9 @@ def on_page_markdown(text: str, page: Page, files: Files, **_: object) -> str:
         near = posixpath.relpath(place, posixpath.dirname(own) or ".")
         return f"{picture}[{words}]({near}{anchor})"
 
+    text = PROGRAM.sub(lambda found: f"```python\n{(ROOT / found[1]).read_text()}```", text)
+    if own == "DEEPSPEED.md":
+        text = f"{text}\n{to_markdown()}"
     parts = FENCE.split(text)
     return "".join(part if part.startswith("```") else LINK.sub(linked, part) for part in parts)
 

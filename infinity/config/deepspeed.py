@@ -220,7 +220,7 @@ def _put(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 def to_markdown() -> str:
-    """The table of docs/DEEPSPEED.md. Neighbours that share a reason share a row."""
+    """The table of keys, which the site shows. Neighbours that share a reason share a row."""
     rows = ["| DeepSpeed | | swap-tier file | |", "| --- | --- | --- | --- |"]
     for (usual, ours, reason), rules in groupby(
         RULES, lambda rule: (rule.usual, rule.ours, rule.reason)

@@ -16,6 +16,7 @@ from infinity.plan.hardware import load_hardware
 from tests.support.exhaustive import sampled
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "bench/results/README.md"
 ROWS = json.loads((ROOT / "bench/results/plan_targets.json").read_text())["rows"]
 
 # Rows that are planned again, in ten seconds of a core: some of each tier, machine and number of nodes,
@@ -25,7 +26,7 @@ AGAIN = (0, 1, 2, 3, 9, 12, 17, 19, 20, 21, 23)
 
 def named_on_the_page() -> set[str]:
     """The rows that the page names as above their target, each with a reason."""
-    page = (ROOT / "docs/PLAN.md").read_text().split(END)[1].split("\n## ")[0]
+    page = PAGE.read_text().split(END)[1].split("\n## ")[0]
     named = re.findall(r"^\* \*(.+) on (.+?)\.\* \w+", page, re.MULTILINE)
     return {f"{what} on {machine}" for what, machines in named for machine in machines.split(", ")}
 
@@ -38,7 +39,7 @@ def name_of(row: dict[str, Any]) -> str:
 
 def test_the_page_has_the_table_of_the_figures() -> None:
     assert [row["case"] for row in ROWS] == [asdict(case) for case in CASES]
-    assert to_markdown(ROWS) in (ROOT / "docs/PLAN.md").read_text()
+    assert to_markdown(ROWS) in PAGE.read_text()
 
 
 def test_every_row_is_within_its_target_or_named_on_the_page_with_a_reason() -> None:
