@@ -42,6 +42,7 @@ from infinity.config.extras import TRIED, require_release, require_transformers
 from infinity.config.schema import changed
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError, reporting
+from infinity.integrations.sampler import ServerSampler
 from infinity.integrations.windows import LayerMajorSteps, choose_order
 from infinity.optimizers.algorithms import AdamW
 from infinity.optimizers.clipping import clip_grad_norm_, engines_of
@@ -64,6 +65,7 @@ def prepare_trainer(
     weights: str | os.PathLike[str] | None = None,
     layer_major: bool | None = None,
     window: int | None = None,
+    sampler: ServerSampler | str | None = None,
 ) -> T:
     """Makes a Trainer of any subclass train its model offloaded; returns the same object.
 
@@ -83,6 +85,8 @@ def prepare_trainer(
         wrong. False keeps the plain loop
     window: the most micro-batches that pass a block together; None takes all of a step. Their layer
         inputs wait on the tiers that `[placement] activations` names
+    sampler: the server, or its address, that samples for TRL's GRPO trainer; it is asked first. The
+        model's adapter is written for it after each step
 
     Checkpoints contain, beside Trainer's files, `infinity/` with everything that an exact
     continuation needs. `save_model` and checkpoints export weights shard by shard. With several
@@ -100,14 +104,13 @@ def prepare_trainer(
         )
     target: Any = trainer
     _check_arguments(target.args)
+    _check_optimizer(target.optimizer)
     if window is not None and (isinstance(window, bool) or window < 1):
         raise ConfigError(f"expected window to be a number of micro-batches or None, got {window}")
-    if target.optimizer is not None and not isinstance(target.optimizer, OffloadedOptimizer):
-        raise ConfigError(
-            f"expected infinity.AdamW, Adam, SGD or Lion as the Trainer's optimizer, got "
-            f"{type(target.optimizer).__name__}; leave `optimizers` out, or give (infinity.AdamW("
-            "model, ...), scheduler)"
-        )
+    if isinstance(sampler, str):
+        sampler = ServerSampler(sampler)
+    if sampler is not None:
+        sampler.attach(target)
     _offload(target.model, config, weights=weights, is_bf16=target.args.bf16)
     if target.args.bf16:
         target.args.bf16 = False  # Another accelerator of this trainer would ask for autocast.
@@ -148,6 +151,16 @@ def _check_arguments(args: Any) -> None:
     wrong = [f"args.{name}: {text}" for is_wrong, name, text in faults if is_wrong]
     if wrong:
         raise ConfigError("an offloaded model cannot be trained so: " + "; ".join(wrong))
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises ConfigError for an optimizer that a Trainer has, unless it is offloaded."""
+    if optimizer is not None and not isinstance(optimizer, OffloadedOptimizer):
+        raise ConfigError(
+            f"expected infinity.AdamW, Adam, SGD or Lion as the Trainer's optimizer, got "
+            f"{type(optimizer).__name__}; leave `optimizers` out, or give (infinity.AdamW(model, "
+            "...), scheduler)"
+        )
 
 
 def _check_ranks(model: nn.Module, num_processes: int) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from infinity.tools.serving.sheet import SHEET_NAME, Sheet
 from infinity.tools.training.merge import plan_merge
 from tests.support.commands import run_command
 from tests.support.quantized import tiny_causal_lm
+from tests.support.sampling_server import serving
 
 from .test_merge import ATTENTION, EXPERTS, MLA, adapt, weights
 
@@ -103,29 +102,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(trained: Path) -> Iterator[tuple[Served, str]]:
     oracle = Served(trained / "base", trained / "out")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._send({"data": [{"id": "mine"}]})
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        return 200, {"data": [{"id": "mine"}]} if body is None else oracle.answer(body)
 
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            self._send(oracle.answer(json.loads(body)))
-
-        def _send(self, content: dict[str, Any]) -> None:
-            data = json.dumps(content).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield oracle, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(answer) as url:
+        yield oracle, url
 
 
 def verdict_on(url: str, trained: Path, *options: str) -> dict[str, Any]:

@@ -4,14 +4,20 @@ equal to the bit to the plain trainers."""
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import infinity
+from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.integrations.hf import prepare_trainer
+from infinity.integrations.sampler import ServerSampler
+from infinity.modules.handles.handle import Handle
+from tests.support.sampling_server import SamplingServer
 
 from .test_trl import (
     CountsReads,
@@ -48,6 +54,11 @@ def make_trainer(model: Any, directory: Path, kind: str = "GRPO", **options: Any
     return made
 
 
+CONTINUOUS = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 64},
+    "max_steps": 2,
+}
 RUNS: list[tuple[str, str, dict[str, Any]]] = [
     ("lora", "nvme", {}),
     ("full", "nvme", {"num_iterations": 2, "max_steps": 5}),
@@ -58,6 +69,7 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
     ("lora", "host", {"use_adaptive_entropy": True, "entropy_target": 9.0}),
     ("lora", "nvme", {"kind": "RLOO", "beta": 0.1}),
     ("full", "host", {"kind": "RLOO", "num_iterations": 2}),
+    ("lora", "nvme", CONTINUOUS),
 ]
 
 
@@ -124,3 +136,106 @@ def test_a_step_reads_the_base_twice_and_once_more_to_score_what_was_generated(
     assert 1.9 <= other <= 2.1 and 3.8 <= generating <= 4.2, read
     generating, other = read[False][-2:]
     assert other >= 4 * 1.9 and generating >= 4 * (2 + 1.9), read
+
+
+# -- A server that samples -------------------------------------------------------------------------
+
+DIFFERENCE = "sampling/sampling_logp_difference/"
+
+
+def server(**faults: Any) -> SamplingServer:
+    """Of the base of `make_model(lora=True)`."""
+    return SamplingServer(lambda: make_model(lora=False, dropout=0.0), **faults)
+
+
+def make_lora(directory: Path | None = None) -> Any:
+    model = make_model(lora=True, dropout=0.0)
+    return model if directory is None else infinity.offload(model, swap(directory))
+
+
+class NoRanks:
+    """An engine for the plain trainer, whose sampler asks for it."""
+
+    ranks = SimpleNamespace(collective_section=lambda _: nullcontext())
+
+
+@pytest.mark.parametrize("is_sglang", [False, True])
+def test_a_run_that_a_server_samples_for_is_that_of_the_plain_trainer(
+    is_sglang: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its adapter is that of the step before, so sampler and trainer agree; what was loaded before
+    is unloaded and removed."""
+    served, rows = server(is_sglang=is_sglang), []
+    with served.running() as url:
+        for plain in (True, False):
+            model = make_lora(None if plain else tmp_path / "swap")
+            trainer = make_trainer(model, tmp_path / "out", beta=0.1, learning_rate=0.1)
+            sampler = ServerSampler(url, directory=tmp_path / "served")
+            if plain:
+                sampler.attach(trainer)
+                with monkeypatch.context() as patch:
+                    patch.setattr("infinity.engine.registry.engine_of", lambda _: NoRanks)
+                    trainer.train()
+            else:
+                prepare_trainer(trainer, sampler=sampler).train()
+            rows.append(history(trainer))
+    infinity.engine_of(model).close()
+    assert rows[0] == rows[1]
+    assert served.loaded[:4] == served.loaded[4:] and len(set(served.loaded)) == 4
+    assert list(served.adapters) == served.loaded[-1:]
+    assert [path.name for path in (tmp_path / "served").iterdir()] == served.loaded[-1:]
+    for row in rows[1][:4]:
+        assert 0 < row[DIFFERENCE + "mean"] <= row[DIFFERENCE + "max"] < 1e-5
+
+
+def test_a_server_that_ignores_the_adapter_is_seen_in_the_metrics(tmp_path: Path) -> None:
+    with server(ignores_adapters=True).running() as url:
+        model = make_lora(tmp_path / "swap")
+        trainer = make_trainer(model, tmp_path / "out", max_steps=1)
+        prepare_trainer(trainer, sampler=url).train()
+        infinity.engine_of(model).close()
+    [row] = [row for row in history(trainer) if "loss" in row]
+    assert row[DIFFERENCE + "mean"] > 0.01, row
+
+
+def test_a_sampler_that_cannot_be_is_refused_before_the_model_is_offloaded(tmp_path: Path) -> None:
+    model = make_lora()
+    trainer = make_trainer(model, tmp_path / "out")
+    with pytest.raises(ConfigError, match="does not answer"):
+        prepare_trainer(trainer, swap(tmp_path), sampler="http://127.0.0.1:1")
+    with (
+        server(names_tokens=False).running() as url,
+        pytest.raises(ConfigError, match="gives no token ids .* `return_token_ids`"),
+    ):
+        prepare_trainer(trainer, swap(tmp_path), sampler=url)
+    with server().running() as url:
+        full = make_trainer(make_model(lora=False), tmp_path / "out")
+        with pytest.raises(UnsupportedError, match="only an adapter is handed over"):
+            prepare_trainer(full, swap(tmp_path), sampler=url)
+        rloo = make_trainer(make_lora(), tmp_path / "out", kind="RLOO")
+        with pytest.raises(UnsupportedError, match="expected TRL's GRPOTrainer"):
+            prepare_trainer(rloo, swap(tmp_path), sampler=url)
+    assert not any(isinstance(p, Handle) for p in model.parameters())
+
+
+def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """With the bits of a run that nothing has interrupted."""
+    rows: list[Any] = []
+    options = {"save_strategy": "steps", "save_steps": 2}
+    for name, dies_after, resume in (
+        ("whole", None, None),
+        ("again", 6, None),
+        ("again", None, True),
+    ):
+        with server(dies_after=dies_after).running() as url:
+            model = make_lora(tmp_path / f"swap-{name}")
+            trainer = make_trainer(model, tmp_path / name, **options)
+            prepare_trainer(trainer, sampler=url, layer_major=True)
+            if dies_after is None:
+                trainer.train(resume_from_checkpoint=resume)
+                rows.append(history(trainer)[:4])
+            else:
+                with pytest.raises(InfinityError, match="start it again, and resume from the last"):
+                    trainer.train()
+            infinity.engine_of(model).close()
+    assert rows[0] == rows[1] and len(rows[0]) == 4

@@ -98,8 +98,9 @@ def verify_served(
     Asks /v1/completions of any OpenAI-compatible server for the log-probabilities of the sheet's
     tokens. The exit code is 0 if the adapter is served as it was trained, and 1 otherwise.
     """
+    from infinity.integrations.sampler import Server
     from infinity.tools.serving.sheet import Sheet
-    from infinity.tools.serving.verify import Server, ask, judge
+    from infinity.tools.serving.verify import ask, judge
 
     read = Sheet.read(sheet)
     server = Server(url, key=key)

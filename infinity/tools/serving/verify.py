@@ -9,23 +9,17 @@ none fits.
 
 from __future__ import annotations
 
-import json
-import os
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from infinity.bounded import MAX_JSON_NBYTES
-from infinity.errors import ConfigError, listed
+from infinity.errors import ConfigError
+from infinity.integrations.sampler import Server
 from infinity.tools.serving.sheet import ALL, DOUBLED, HALVED, MISSING, LogProbs, Sheet
 
-_TIMEOUT_S = 600
-_TOP = 100  # Tokens that a server without the log-probabilities of prompts gives at each position.
 # A state explains a deviation if at most this part of it (root mean square) is left, and if every
 # other state leaves this many times as much.
 _LEFT, _MARGIN = 0.3, 1.5
@@ -35,104 +29,10 @@ _SHOWN = 5
 
 Numbers = npt.NDArray[np.float64]
 Served = list[list[float | None]]  # As LogProbs; None where a server says nothing of a token.
-Method = Literal["echo", "prompt_logprobs", "next token"]
 Outcome = Literal["served", "ignored", "faulty", "unexplained", "unclear"]
 
 
 # -- Asking ----------------------------------------------------------------------------------------
-
-
-class Server:
-    """An OpenAI-compatible server. `method` is how it gives log-probabilities of prompts, known
-    after the first one: "echo" of completions, vLLM's "prompt_logprobs", or as the "next token" of
-    every prefix, of those tokens only that are among the likeliest."""
-
-    def __init__(self, url: str, *, key: str | None = None) -> None:
-        """key: the name of the environment variable that holds the bearer token."""
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is no address of a server; expected http://HOST:PORT")
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.method: Method | None = None
-        self._headers = {"Content-Type": "application/json"}
-        if key is not None:
-            if key not in os.environ:
-                raise ConfigError(f"--key {key}: there is no environment variable of this name")
-            self._headers["Authorization"] = f"Bearer {os.environ[key]}"
-
-    def models(self) -> list[str]:
-        """Returns the names that the server lists."""
-        found = self._ask("models")
-        return [str(model["id"]) for model in found.get("data", []) if "id" in model]
-
-    def log_probs(self, model: str, prompt: Sequence[int]) -> list[float | None]:
-        """Returns the log-probabilities of all tokens but the first. Raises ConfigError if the
-        server cannot be reached, or gives none."""
-        methods: dict[Method, Callable[[str, Sequence[int]], list[float | None] | None]] = {
-            "echo": self._echo,
-            "prompt_logprobs": self._prompt_log_probs,
-            "next token": self._next_tokens,
-        }
-        refusals = []
-        for method, ask in methods.items():
-            if self.method in (None, method):
-                try:
-                    found = ask(model, prompt)
-                except _RefusedError as error:
-                    refusals.append(f"{method}: {error}")
-                    continue
-                if found is not None:
-                    self.method = method
-                    return found
-        said = f" ({'; '.join(refusals)})" if refusals else ""
-        raise ConfigError(
-            f"{self.url} gives no log-probabilities of {model!r}{said}; expected a server with "
-            "/v1/completions that takes token ids, and logprobs"
-        )
-
-    def _echo(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
-        choice = self._complete(model, prompt, echo=True, logprobs=1)
-        values = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        return values[1 : len(prompt)] if len(values) >= len(prompt) else None
-
-    def _prompt_log_probs(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
-        rows = self._complete(model, prompt, prompt_logprobs=0).get("prompt_logprobs") or []
-        if len(rows) != len(prompt):
-            return None
-        return [row[str(token)]["logprob"] for row, token in zip(rows[1:], prompt[1:], strict=True)]
-
-    def _next_tokens(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
-        found = []
-        for end in range(1, len(prompt)):
-            choice = self._complete(model, prompt[:end], logprobs=_TOP, n_probs=_TOP)
-            rows = (choice.get("logprobs") or {}).get("content") or []
-            if not rows or "id" not in rows[0]:  # The text of a token does not say which it is.
-                return None
-            top = {row["id"]: row["logprob"] for row in rows[0].get("top_logprobs", [])}
-            found.append(top.get(prompt[end]))
-        return found
-
-    def _complete(self, model: str, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
-        body = {"model": model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
-        choices = self._ask("completions", body | options).get("choices")
-        return choices[0] if choices else {}
-
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/v1/{path}", data, self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-                found = json.loads(response.read(MAX_JSON_NBYTES))
-        except urllib.error.HTTPError as error:
-            raise _RefusedError(
-                f"{error.code} {error.read(500).decode(errors='replace')}"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.url}/v1/{path} does not answer: {error}") from None
-        return found if isinstance(found, dict) else {}
-
-
-class _RefusedError(ConfigError):
-    """The server answered a request with an error."""
 
 
 def ask(
@@ -143,12 +43,7 @@ def ask(
 ) -> Served:
     """Returns the served log-probabilities of the sheet's prompts. `model` may be None where the
     server has one. `progress` takes `completed`, the prompts so far. Raises ConfigError."""
-    if model is None:
-        names = server.models()
-        if len(names) != 1:
-            have = listed(names) or "no model"
-            raise ConfigError(f"{server.url} has {have}; name one with --model")
-        model = names[0]
+    model = model or server.only_model("name one with --model")
     found = []
     for number, prompt in enumerate(sheet.prompts):
         progress(completed=number)

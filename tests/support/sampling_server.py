@@ -1,0 +1,122 @@
+"""An OpenAI-compatible server over a plain transformers model, in a thread: what GRPO samples from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+
+@contextlib.contextmanager
+def serving(answer: Callable[[str, Any], tuple[int, Any] | None]) -> Iterator[str]:
+    """Serves in threads, one request at a time. Yields the address.
+
+    answer: returns code and content (text, or what JSON writes) for a path and what was posted;
+        None breaks the connection
+    """
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self._reply(None)
+
+        def do_POST(self) -> None:
+            self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _reply(self, body: Any) -> None:
+            with lock:
+                found = answer(self.path, body)
+            if found is None:
+                self.close_connection = True
+                return
+            code, content = found
+            data = (content if isinstance(content, str) else json.dumps(content)).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class SamplingServer:
+    """Answers as vLLM does, or as SGLang (`is_sglang`), each request alone.
+
+    ignores_adapters: it samples from the base whatever it was told to load
+    names_tokens: it says which tokens it has sampled
+    dies_after: requests for completions that it answers; then the connection breaks
+    """
+
+    def __init__(self, make_base: Callable[[], Any], **faults: Any) -> None:
+        self.make_base, self.base = make_base, make_base().eval()
+        self.adapters: dict[str, Any] = {}
+        self.loaded: list[str] = []
+        self.ignores_adapters = faults.get("ignores_adapters", False)
+        self.names_tokens = faults.get("names_tokens", True)
+        self.dies_after = faults.get("dies_after")
+        self.is_sglang = faults.get("is_sglang", False)
+        self.requests: list[dict[str, Any]] = []
+
+    def running(self) -> contextlib.AbstractContextManager[str]:
+        """Serves in a thread. Yields the address."""
+        return serving(self.answer)
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any] | None:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "base"}]}
+        root = "" if self.is_sglang else "/v1"
+        name = body.get("lora_name", "")
+        if path == f"{root}/load_lora_adapter":
+            self.adapters[name] = PeftModel.from_pretrained(
+                self.make_base(), body["lora_path"]
+            ).eval()
+            self.loaded.append(name)
+            return 200, f"Success: LoRA adapter '{name}' added successfully."
+        if path == f"{root}/unload_lora_adapter":
+            found = self.adapters.pop(name, None)
+            return (404, "not found") if found is None else (200, "Success")
+        if path != "/v1/completions":
+            return 404, "not found"
+        self.requests.append(body)
+        if self.dies_after is not None and len(self.requests) > self.dies_after:
+            return None
+        return 200, {"choices": self._complete(body)}
+
+    @torch.no_grad()
+    def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        name = body["model"].removeprefix("base:") if self.is_sglang else body["model"]
+        model = self.base if name == "base" else self.adapters[name]
+        if self.ignores_adapters:
+            model = self.base
+        generator = torch.Generator().manual_seed(body.get("seed", 0))
+        choices = []
+        for index in range(body["n"]):
+            ids, values = copy.copy(body["prompt"]), []
+            while len(values) < body["max_tokens"] and (not values or ids[-1] != 1):
+                logits = model(torch.tensor([ids])).logits[0, -1] / body.get("temperature", 1.0)
+                chances = logits.log_softmax(-1)
+                ids.append(int(torch.multinomial(chances.exp(), 1, generator=generator)))
+                values.append(float(chances[ids[-1]]))
+            choice = {"index": index, "text": "?", "logprobs": {"token_logprobs": values}}
+            if self.names_tokens:
+                choice["token_ids"] = ids[len(body["prompt"]) :]
+            choices.append(choice)
+        return choices
