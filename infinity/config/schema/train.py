@@ -14,11 +14,13 @@ from infinity.config.values import (
     auto_or,
     choice,
     conflict,
+    fault,
     file_name,
     integer,
     number,
     or_off,
     refuse,
+    refuse_all,
     size,
     some_text,
 )
@@ -27,7 +29,7 @@ from infinity.sizes import GIB
 Nonfinite = Literal["error", "skip"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Durability = Literal["none", "checkpoint", "step"]
-Method = Literal["sft", "dpo", "distill"]
+Method = Literal["sft", "dpo", "distill", "grpo", "rloo"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 _Tracker = Annotated[Tracker, choice(Tracker)]
 
@@ -69,13 +71,61 @@ class Distill(Section):
         return reverse_kl
 
 
+class Grpo(Section):
+    """What "grpo" and "rloo" generate, and how it is rewarded."""
+
+    rewards: tuple[Annotated[str, some_text('"module:function"')], ...] = ()
+    """Functions "module:function", which TRL calls with prompts, completions and further columns of
+    the records. Their sum is the reward."""
+    reward_model: Location | None = None
+    """The directory of a model that scores sequences, beside the functions or alone."""
+    num_generations: Annotated[int, integer(2)] = 8
+    """Completions of a prompt, which are compared with each other. Divides the sequences of a
+    step."""
+    max_completion_length: Annotated[int, integer(1)] = 256
+    """Tokens of a completion at most. With those of the prompt at most data.sequence_length."""
+    temperature: Annotated[float, number(above=0)] = 1.0
+    """Randomness of what is generated."""
+    beta: Annotated[float, number(minimum=0)] = 0.0
+    """Strength with which the model is held to that before training."""
+    sampler: Annotated[str, some_text("a sampler")] = "transformers"
+    """ "transformers" generates with the model that is trained; "continuous" too, by continuous
+    batching. The address of an OpenAI-compatible server, "http://HOST:PORT", lets that generate for
+    "grpo" with [adapter]."""
+    sampler_directory: Location | None = Field(
+        None, json_schema_extra={"x-default": "`sampler` inside output.directory"}
+    )
+    """Where a server reads the adapter."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a server generates."""
+        return self.sampler.startswith(("http://", "https://"))
+
+    @model_validator(mode="after")
+    def _can_be(self) -> Grpo:
+        faults = []
+        if not self.rewards and self.reward_model is None:
+            faults.append(fault("expected rewards, reward_model or both; got neither", "rewards"))
+        for name in self.rewards:
+            module, _, function = name.partition(":")
+            if not (all(map(str.isidentifier, module.split("."))) and function.isidentifier()):
+                faults.append(fault(f"expected module:function; got {name!r}", "rewards"))
+        if not self.is_served and self.sampler not in ("transformers", "continuous"):
+            text = f'expected "transformers", "continuous" or http://...; got {self.sampler!r}'
+            faults.append(fault(text, "sampler"))
+        refuse_all(faults)
+        return self
+
+
 class Train(Section):
-    """The main job: `infinity train`. TRL's SFTTrainer or DPOTrainer makes the steps."""
+    """The main job: `infinity train`. A trainer of TRL makes the steps."""
 
     method: Annotated[Method, choice(Method)] = "sft"
     """ "sft" learns texts, answers and completions; "dpo" learns to prefer `chosen` to `rejected`,
     against the model before training; "distill" learns the teacher of [train.distill] on what the
-    first learns."""
+    first learns; "grpo" and "rloo" learn from rewards for what the model generates
+    ([train.grpo])."""
     steps: Annotated[int | None, or_off(integer(1))] = None
     """Optimizer steps. Exactly one of steps and epochs is required."""
     epochs: Annotated[float | None, or_off(number(above=0))] = None
@@ -113,6 +163,8 @@ class Train(Section):
     """Strength with which "dpo" holds to the model before training."""
     distill: Distill | None = None
     """The teacher of "distill"."""
+    grpo: Grpo | None = None
+    """Generation and rewards of "grpo" and "rloo"."""
     activation_checkpointing: Flag = False
     """Recompute activations in the backward."""
     nonfinite: Annotated[Nonfinite, choice(Nonfinite)] = "error"
@@ -139,6 +191,17 @@ class Train(Section):
     def _one_teacher(self) -> Train:
         if (self.method == "distill") != (self.distill is not None):
             raise conflict('expected [train.distill] with method = "distill", and with no other')
+        return self
+
+    @model_validator(mode="after")
+    def _rewarded(self) -> Train:
+        if (self.method in ("grpo", "rloo")) != (self.grpo is not None):
+            raise conflict('expected [train.grpo] with method = "grpo" or "rloo", and no other')
+        if self.grpo is not None and self.eval_every:
+            text = f'expected 0 with "{self.method}", whose rewards are in the metrics'
+            raise refuse(text, self.eval_every)
+        if self.grpo is not None and self.grpo.is_served and self.method == "rloo":
+            raise conflict('grpo.sampler: expected "transformers" or "continuous" with "rloo"')
         return self
 
     @field_validator("warmup_steps")

@@ -68,9 +68,10 @@ def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
     from infinity.tools.training.trainer import make_trainer
 
     config = settle(JobConfig.of(with_located_model(SwapConfig.from_table(*read_file(path)))))
-    if config.train.method == "dpo" or config.data.packing:
+    if config.train.method not in ("sft", "distill") or config.data.packing:
         raise ConfigError(
-            f"{path}: expected a run of single sequences, got preferences or data.packing"
+            f'{path}: expected a run of single sequences, got train.method = "'
+            f'{config.train.method}" or data.packing'
         )
     with ExitStack() as stack:
         plan, tokenizer, _ = read_model(config)

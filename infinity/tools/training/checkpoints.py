@@ -137,6 +137,8 @@ def identity_of(config: JobConfig, tokens_sha256: str, *, num_ranks: int = 1) ->
     facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
     if distill := table["train"].get("distill"):
         facts |= {f"train.distill.{k}": v for k, v in distill.items() if k != "teacher"}
+    if grpo := table["train"].get("grpo"):
+        facts |= {f"train.grpo.{k}": v for k, v in grpo.items() if not k.startswith("sampler")}
     facts[_BATCHES_KEY] = table["train"]["gradient_accumulation_steps"] * num_ranks
     if table["train"]["schedule"] != "constant":  # With a constant rate, a run may be made longer.
         facts |= {f"train.{key}": table["train"][key] for key in ("steps", "epochs")}

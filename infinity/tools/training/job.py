@@ -17,11 +17,13 @@ from infinity.checkpoint.huggingface.export_weights import plan_export
 from infinity.checkpoint.run.load import Loaded
 from infinity.config import JobConfig
 from infinity.errors import ConfigError
+from infinity.integrations.sampler import ServerSampler
 from infinity.tools.training.adapter import adapter_nbytes, name_of
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
+from infinity.tools.training.reinforce import measurable, sampler_of
 from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 from infinity.tools.training.trainer import batch_of, make_trainer
@@ -45,6 +47,7 @@ class Job:
     output: OutputDirectory | None  # None on ranks that write nothing there.
     resume: Loaded | None
     rank: JobRank
+    sampler: ServerSampler | None  # None where the model generates, if it does.
     started_s: float
 
 
@@ -61,10 +64,11 @@ def prepare(
     if config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)
     batch_of(config)
+    sampler = sampler_of(config)
     read = read_model(config)
     model = build_model(read[0], config, configs[1:])
     return [
-        _prepare(config, stack, resume, rank, model, *read, started_s=started_s)
+        _prepare(config, stack, resume, rank, model, *read, sampler=sampler, started_s=started_s)
         for config, resume in zip(configs, resumed, strict=True)
     ]
 
@@ -79,6 +83,7 @@ def _prepare(
     tokenizer: Tokenizer,
     prompt_ids: list[int],
     *,
+    sampler: ServerSampler | None,
     started_s: float,
 ) -> Job:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -115,9 +120,8 @@ def _prepare(
         where = output.path if output is not None else None
         teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, reference, where)
         _give_teacher(trainer, config, data, teacher)
-    num_tokens, largest, sha256 = measure(
-        trainer.train_dataset, data.files, config.data.sequence_length
-    )
+    rows = trainer.train_dataset if config.train.grpo is None else measurable(trainer, config)
+    num_tokens, largest, sha256 = measure(rows, data.files, config.data.sequence_length)
     refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
     return Job(
         plan=plan,
@@ -134,6 +138,7 @@ def _prepare(
         output=output,
         resume=resume,
         rank=rank,
+        sampler=sampler,
         started_s=started_s,
     )
 

@@ -27,6 +27,7 @@ from infinity.errors import ConfigError, StorageError
 from infinity.tools.training.data_files import collect_files, read_utf8
 from infinity.tools.training.images import learned_images, open_processor
 from infinity.tools.training.records import kind_of, load_records, mark_conversations
+from infinity.tools.training.reinforce import load_prompts
 from infinity.tools.training.tokenizers import Ids, Tokenizer
 
 _READ_ROWS = 1000  # At a time.
@@ -68,11 +69,14 @@ def open_data(
                 f"data.max_bytes limits text; {records[0]} holds records. Leave it out, or write "
                 "fewer records to a file"
             )
-        if texts and train_options.method == "dpo":
+        needs = {"dpo": "chosen and rejected", "grpo": "a prompt", "rloo": "a prompt"}
+        if texts and train_options.method in needs:
             raise ConfigError(
-                f'data.paths: {texts[0]} is text; train.method = "dpo" learns records with '
-                "chosen and rejected"
+                f"data.paths: {texts[0]} is text; train.method = "
+                f'"{train_options.method}" learns records with {needs[train_options.method]}'
             )
+        if records and train_options.grpo is not None:
+            return load_prompts(records), "prompts", records[0]
         if records:
             rows, kind, processor = read_records(records, config, tokenizer, vocab_size)
             processors.append(processor)

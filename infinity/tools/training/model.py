@@ -212,12 +212,13 @@ def reference_path(config: JobConfig) -> Path | None:
     if distill is not None:
         path = in_hub_cache(distill.teacher)
         return path if path.is_dir() else None
-    if config.train.method != "dpo" or config.adapter is not None:
+    holds_to = config.train.method == "dpo" or (config.train.grpo and config.train.grpo.beta)
+    if not holds_to or config.adapter is not None:
         return None
     if config.model.path is None:
         raise ConfigError(
-            'train.method: "dpo" prefers against the weights of model.path; got [model.config], '
-            "whose weights are random"
+            f'train.method: "{config.train.method}" holds to the weights of model.path; got '
+            "[model.config], whose weights are random"
         )
     return config.model.path
 

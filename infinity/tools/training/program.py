@@ -210,7 +210,8 @@ class Run:
         if is_first:
             self._offload()
         self._engine, train = infinity.engine_of(self._job.model), self._config.train
-        is_layer_major = None if self._config.schedule.micro_batch is not None else False
+        is_divided = self._config.schedule.micro_batch is not None
+        is_layer_major = None if is_divided or train.grpo is not None else False
         if (why := why_plain(self._trainer)) and self._name:
             raise ConfigError(
                 f"adapters: several adapters cannot share the reads of the base: {why}"
@@ -221,7 +222,12 @@ class Run:
         window = None
         if self._config.adapter is None:
             window = train.batch_size // batch_of(self._config)[0]
-        prepare_trainer(self._trainer, layer_major=is_layer_major, window=window)
+        prepare_trainer(
+            self._trainer,
+            layer_major=is_layer_major,
+            window=window,
+            sampler=self._job.sampler,
+        )
 
     def _offload(self) -> None:
         resume = self._job.resume.path if self._job.resume is not None else None
@@ -462,6 +468,11 @@ def train(
             raise UnsupportedError(
                 "several adapters ([[adapter]]) train on one rank; start `infinity train` without "
                 "torchrun, or train one adapter over ranks"
+            )
+        if configs[0].train.grpo is not None and rank.count > 1:
+            raise UnsupportedError(
+                f'train.method = "{configs[0].train.method}" trains on one rank; start `infinity '
+                "train` without torchrun, or TRL's trainer in a program of your own with it"
             )
         if not rank.is_first:
             console, trace = Console(quiet=True), None

@@ -77,6 +77,7 @@ def line_of(step: Step, before: Snapshot, after: Snapshot, elapsed_s: float) -> 
         "grad_norm": step.grad_norm,
         "num_tokens": step.num_tokens,
         "skipped": step.skipped,
+        **step.measured(),
         "elapsed_s": elapsed_s,
         "tokens_per_s": step.num_tokens / elapsed_s,  # Of all ranks.
         **moved,
@@ -117,6 +118,7 @@ def shown(line: Line, held_out_loss: float | None, left_s: float | None, width: 
         "" if line["skipped"] is None else "SKIPPED",
         "" if left_s is None else f"ETA {clock_of(left_s)}",
         f"loss {line['loss']:.3f}",
+        f"reward {line['reward']:.3f}" if "reward" in line else "",
         "" if held_out_loss is None else f"held-out {held_out_loss:.3f}",
         f"lr {line['learning_rate']:.1e}",
         "" if norm is None else f"norm {norm:.3g}",
@@ -238,7 +240,9 @@ class Summary:
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             "loss_last_mean": last_mean,
-            "loss_fall_share": 1 - last_mean / losses[0] if last_mean is not None else None,
+            "loss_fall_share": (
+                1 - last_mean / losses[0] if last_mean is not None and losses[0] > 0 else None
+            ),
             "held_out_losses": [{"step": s, "loss": loss} for s, loss in self.held_out_losses],
             "tokens_per_s": num_tokens / elapsed_s if elapsed_s else None,
             "step_median_s": statistics.median(self.steps_s) if num_steps else None,
@@ -401,10 +405,11 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         last = "the last step" if num_last == 1 else f"the mean of {num_last} steps"
         held_out = ", ".join(f"{e['loss']:.3f} at {e['step']}" for e in summary["held_out_losses"])
         losses = f"{summary['loss_first']:.3f} -> {summary['loss_last_mean']:.3f}"
-        fall = f"{-summary['loss_fall_share']:+.1%}"
+        share = summary["loss_fall_share"]  # None where rewards made the first loss 0 or less.
+        fall = "" if share is None else f"{-share:+.1%}; "
         speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
         rows += [
-            ("loss", f"{losses} ({fall}; the second is {last})"),
+            ("loss", f"{losses} ({fall}the second is {last})"),
             *([("held-out loss", held_out)] if held_out else []),
             ("speed", f"{speed}, {summary['step_median_s']:.2f} s a step (median)"),
         ]

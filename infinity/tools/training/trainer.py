@@ -30,6 +30,7 @@ from infinity.config import JobConfig, Optimizer
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.integrations.hf import OffloadedTrainer
+from infinity.integrations.rollouts import generates
 from infinity.modules.reading.adapters import adapter_of, names_of_adapters
 from infinity.modules.tiling.split import named_parameters_of
 from infinity.optimizers.algorithms import OPTIMIZERS
@@ -39,6 +40,12 @@ from infinity.tools.training.adapter import name_of
 from infinity.tools.training.divergence import give_head, taught
 from infinity.tools.training.job_data import JobData, check_amount
 from infinity.tools.training.ranks import JobRank
+from infinity.tools.training.reinforce import (
+    arguments_of,
+    give_reference,
+    measuring,
+    rewards_of,
+)
 from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import Tokenizer
 
@@ -63,6 +70,7 @@ class Step:
     epoch: float | None = None  # Passes over the training data after the step.
     held_out_loss: float | None = None  # Of an evaluation after the step.
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)  # For trackers.
+    measured: Callable[[], dict[str, float]] = dict  # Means of what TRL has measured in it.
     # Of the micro-batches of this rank: their losses, the sum of these in float32, and the
     # arguments of the first loss that is not finite.
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -122,7 +130,7 @@ def require_trackers(names: tuple[str, ...]) -> None:
 
 
 def trainer_arguments(config: JobConfig, data: JobData) -> Any:
-    """Returns trl.SFTConfig or trl.DPOConfig for `[train]`, `[optimizer]` and `[data]`.
+    """Returns the arguments of TRL's trainer for `[train]`, `[optimizer]` and `[data]`.
 
     Raises ConfigError for a micro-batch that does not divide the batch.
     """
@@ -160,16 +168,20 @@ def trainer_arguments(config: JobConfig, data: JobData) -> Any:
         name_of_checkpointing(): False,  # The model was built with it.
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
-        "max_length": config.data.sequence_length,
     }
-    if train.method == "dpo":
-        made: Any = trl.DPOConfig(**options, beta=train.dpo_beta)
+    most: dict[str, Any] = {"max_length": config.data.sequence_length}
+    if train.grpo is not None:
+        kind = trl.GRPOConfig if train.method == "grpo" else trl.RLOOConfig
+        made: Any = kind(**options, **arguments_of(train.grpo, config))
+    elif train.method == "dpo":
+        made = trl.DPOConfig(**options, **most, beta=train.dpo_beta)
     else:
         if data.is_ready:
             options |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
             options |= {"remove_unused_columns": False}
         made = trl.SFTConfig(
             **options,
+            **most,
             packing=config.data.packing and not data.is_ready,
             completion_only_loss=_learns_completions(config, data),
             assistant_only_loss=data.processor is not None
@@ -243,11 +255,12 @@ def make_trainer(
     import trl
     from transformers import EarlyStoppingCallback, PrinterCallback
 
-    base = trl.DPOTrainer if config.train.method == "dpo" else trl.SFTTrainer
+    grpo = config.train.grpo
+    names = {"dpo": "DPOTrainer", "grpo": "GRPOTrainer", "rloo": "RLOOTrainer"}
+    base = getattr(trl, names.get(config.train.method, "SFTTrainer"))
     kind = type(base.__name__, (RunTrainer, base), {"__module__": base.__module__})
     processing = data.processor or tokenizer.for_records()
-    arguments = trainer_arguments(config, data)
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = {} if grpo is None else {"reward_funcs": rewards_of(grpo)}
     if reference is not None and config.train.method == "dpo":
         own["ref_model"] = reference
     if data.is_ready:
@@ -257,7 +270,7 @@ def make_trainer(
     try:
         trainer = kind(
             model=model,
-            args=arguments,
+            args=trainer_arguments(config, data),
             train_dataset=data.train,
             eval_dataset=data.held_out if config.train.eval_every else None,
             processing_class=processing,
@@ -268,6 +281,8 @@ def make_trainer(
             raise
         # TRL and the template raise these for records that they cannot write, and for settings.
         raise ConfigError(f"TRL refuses the run: {' '.join(str(error).split())}") from error
+    if grpo is not None and reference is not None:
+        give_reference(trainer, reference, grpo.beta)
     if config.train.method == "distill":
         give_head(model if config.adapter is None else model.get_base_model())
     trainer.remove_callback(PrinterCallback)
@@ -331,6 +346,7 @@ class RunTrainer(OffloadedTrainer):
     accelerator: Any
     job_run: Any  # The `Run` of `program.py`.
     teacher: Teacher | None = None  # Of "distill".
+    _buffered_inputs: Any  # What a step of "grpo" or "rloo" learns: a part for each micro-batch.
     offloaded_optimizer: OffloadedOptimizer
     lr_scheduler: Any
 
@@ -347,12 +363,14 @@ class RunTrainer(OffloadedTrainer):
         self._num_skipped = 0  # In a row.
         self._ended_step = 0
         self._now = Step()
-        check_amount(
-            len(self.train_dataset),
-            config.train.batch_size,
-            f"records packed and cut to data.sequence_length={config.data.sequence_length}",
-            "; or raise data.sequence_length: a record whose answer begins behind it is left out",
-        )
+        if config.train.grpo is None:
+            check_amount(
+                len(self.train_dataset),
+                config.train.batch_size,
+                f"records packed and cut to data.sequence_length={config.data.sequence_length}",
+                "; or raise data.sequence_length: a record whose answer begins behind it is left "
+                "out",
+            )
         if self.eval_dataset is not None:
             most = config.train.eval_batches * config.train.batch_size
             rows = min(len(self.eval_dataset), most)
@@ -457,7 +475,7 @@ class RunTrainer(OffloadedTrainer):
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """Begins a step, and makes its batches, of which a teacher says what it knows."""
         self._now.before = None
-        self._now = Step(before=self._now)
+        self._now = Step(before=self._now, measured=measuring(self))
         self.job_run.begin_step()
         found = super().get_batch_samples(*args, **options)
         if self.teacher is not None:
@@ -476,10 +494,13 @@ class RunTrainer(OffloadedTrainer):
         """Computes the gradients of a micro-batch; notes its loss."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         now = self._now
+        if generates(self):  # `inputs` are prompts.
+            inputs = self._buffered_inputs[len(now.losses)]
         now.losses.append(float(loss))
         now.total = now.total + loss.detach().float().cpu()
-        mask = inputs.get("attention_mask")
-        now.num_tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
+        masks = [inputs.get(f"{part}_mask") for part in ("attention", "prompt", "completion")]
+        counts = [int(mask.sum()) for mask in masks if mask is not None]
+        now.num_tokens += sum(counts) if counts else inputs["input_ids"].numel()
         if not math.isfinite(now.losses[-1]) and now.spoilt is None:
             now.spoilt = (inputs, num_items_in_batch)
         return loss
@@ -541,7 +562,7 @@ class RunTrainer(OffloadedTrainer):
         """Returns the module that spoilt a loss of this rank, whose forward is repeated."""
         assert self._now.spoilt is not None
         inputs, count = self._now.spoilt
-        prepared = self._prepare_inputs(inputs)
+        prepared = inputs if generates(self) else self._prepare_inputs(inputs)
         unit = first_nonfinite_module(
             self.model, lambda: self.compute_loss(self.model, prepared, num_items_in_batch=count)
         )

@@ -1,0 +1,176 @@
+"""What "grpo" and "rloo" have that other methods lack: prompts, rewards and a sampler.
+
+Written against TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.config.schema.train import Grpo
+from infinity.config.swap import JobConfig
+from infinity.errors import ConfigError
+from infinity.integrations.rollouts import generates
+from infinity.integrations.sampler import ServerSampler
+from infinity.tools.training.conversation import check_values, messages_of, text_of
+from infinity.tools.training.data_files import Row, read_rows
+
+_ROWS_AT_ONCE = 1000
+
+
+def load_prompts(paths: Sequence[Path]) -> Any:
+    """Returns a `datasets.Dataset` of the rows of all files: `prompt`, a text or messages, and
+    columns for rewards. Raises ConfigError that names the first record without a prompt."""
+    import datasets
+
+    def rows() -> Iterator[Row]:
+        for path in paths:
+            for number, row in enumerate(read_rows(path, list), 1):
+                at, prompt = f"data.paths: {path}: record {number}", row.get("prompt")
+                check_values(row, at)
+                if isinstance(prompt, list):
+                    yield row | {"prompt": messages_of(prompt, at, "prompt")}
+                elif prompt:
+                    yield row | {"prompt": text_of(prompt, f"{at}: prompt")}
+                else:
+                    raise ConfigError(
+                        f'{at} has the columns {", ".join(row)}; expected "prompt", a text or '
+                        "messages, and columns for rewards beside it"
+                    )
+
+    try:
+        return datasets.Dataset.from_list(list(rows()))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"data.paths: the records of {paths[0]} have columns of several kinds: {reason}"
+        ) from error
+
+
+def measurable(trainer: Any, config: JobConfig) -> Any:
+    """Returns the prompts as `job_data.measure` takes them: as token ids, and with the bytes of all
+    columns. Raises ConfigError for a prompt that leaves no space for a completion."""
+    import datasets
+
+    assert config.train.grpo is not None
+    needed = trainer.args.generation_batch_size // trainer.num_generations
+    if len(trainer.train_dataset) < needed:
+        raise ConfigError(
+            f"the data has too little to train on: {len(trainer.train_dataset)} prompts, and a "
+            f"step learns {needed}: train.batch_size * train.gradient_accumulation_steps / "
+            "train.grpo.num_generations. Give more data or smaller steps"
+        )
+    length, answer = config.data.sequence_length, config.train.grpo.max_completion_length
+    ids: list[list[int]] = []
+    rows = trainer.train_dataset
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        prompts = rows[start : start + _ROWS_AT_ONCE]["prompt"]
+        ids += trainer._tokenize_prompts(prompts)[0]  # noqa: SLF001
+    for number, prompt in enumerate(ids, 1):
+        if len(prompt) + answer > length:
+            raise ConfigError(
+                f"data.paths: prompt {number} of those that are learned has {len(prompt)} tokens; "
+                f"expected at most {length - answer}: data.sequence_length={length} less "
+                f"train.grpo.max_completion_length={answer}"
+            )
+    # A column of this name counts for the digest alone.
+    content = [list(json.dumps(row, sort_keys=True, default=str).encode()) for row in rows]
+    return datasets.Dataset.from_dict({"prompt_ids": ids, "labels": content})
+
+
+def arguments_of(options: Grpo, config: JobConfig) -> dict[str, Any]:
+    """Returns arguments of trl.GRPOConfig or trl.RLOOConfig."""
+    return {
+        "num_generations": options.num_generations,
+        "max_completion_length": options.max_completion_length,
+        "temperature": options.temperature,
+        # Of all weights, TRL would load a reference itself.
+        "beta": options.beta if config.adapter is not None else 0.0,
+        "use_transformers_continuous_batching": options.sampler == "continuous",
+        "shuffle_dataset": config.data.shuffle,
+        "remove_unused_columns": False,
+    }
+
+
+def give_reference(trainer: Any, reference: Any, beta: float) -> None:
+    """Gives a trainer of all weights its reference, a second model."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(reference, temperature=trainer.temperature)
+    trainer.ref_model, trainer.beta = reference, beta
+
+
+def measuring(trainer: Any) -> Callable[[], dict[str, float]]:
+    """Returns a call for the means of what a trainer that generates measures from now on: rewards,
+    divergences, lengths, differences of log-probabilities."""
+    if not generates(trainer):
+        return dict
+    metrics = trainer._metrics["train"]  # noqa: SLF001
+    before = {name: len(values) for name, values in metrics.items()}
+
+    def means() -> dict[str, float]:
+        found = {}
+        for name, values in metrics.items():
+            new = [value for value in values[before.get(name, 0) :] if math.isfinite(value)]
+            if new and name != "step_time":
+                found[name] = sum(new) / len(new)
+        return found
+
+    return means
+
+
+def rewards_of(options: Grpo) -> list[Any]:
+    """Returns reward functions, and the directory of a reward model, which TRL loads into memory.
+    Raises ConfigError for a function that is not there."""
+    found: list[Any] = [_function(name) for name in options.rewards]
+    if options.reward_model is None:
+        return found
+    if not (options.reward_model / "config.json").is_file():
+        raise ConfigError(
+            f"train.grpo.reward_model: {options.reward_model} is no directory of a model: it has "
+            "no config.json"
+        )
+    return [*found, str(options.reward_model)]
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    here = os.getcwd()  # As `python -m` has it.
+    sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"train.grpo.rewards: {name}: {error}; expected module:function, of a module that "
+            f"Python finds from {here}"
+        ) from error
+    finally:
+        sys.path.remove(here)
+    if not callable(found):
+        raise ConfigError(f"train.grpo.rewards: {name}: {module} has no function {attribute!r}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def sampler_of(config: JobConfig) -> ServerSampler | None:
+    """Returns the server of `train.grpo.sampler`, which is asked now; None where the model itself
+    samples. Raises ConfigError."""
+    options = config.train.grpo
+    if options is None or not options.is_served:
+        return None
+    if config.adapter is None:
+        raise ConfigError(
+            f"train.grpo.sampler: {options.sampler} would get an adapter after each step, and this "
+            'run trains all weights; expected [adapter], or sampler = "transformers"'
+        )
+    directory = options.sampler_directory or config.output.directory / "sampler"
+    return ServerSampler(options.sampler, directory=directory)

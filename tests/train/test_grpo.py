@@ -1,0 +1,198 @@
+"""`infinity train` with method = "grpo" or "rloo": the losses of plain TRL, a server that samples,
+a run that goes on after it has died, and what is refused before weights are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError, InfinityError
+from infinity.tools.training import program
+from infinity.tools.training.tokenizers import ByteTokenizer
+from tests.support.sampling_server import SamplingServer
+from tests.train.jobs import write_job
+
+STEPS, PROMPTS = 4, [f"{i} squared is " for i in range(12)]
+JOB = """
+[tiers]
+host = {{capacity = "48MiB"}}
+device = {{kind = "cpu"}}
+[model]
+path = "{base}"
+{adapter}
+[data]
+paths = ["prompts.jsonl"]
+sequence_length = 32
+held_out = 0
+[output]
+directory = "output"
+export = false
+[optimizer]
+lr = 1e-2
+weight_decay = 0.0
+max_grad_norm = "off"
+[train]
+method = "{method}"
+steps = 4
+batch_size = 2
+gradient_accumulation_steps = 2
+threads = 1
+[train.grpo]
+{grpo}
+{rest}
+"""
+ADAPTER = '[adapter]\nresume = "{base}/../adapter"'
+DIFFERENCE = "sampling/sampling_logp_difference/"
+
+
+def num_ones(completion_ids: list[list[int]], label: list[int], **unused: Any) -> list[float]:
+    """The reward: of the bits of the tokens, as far from a column of the records as they may."""
+    pairs = zip(completion_ids, label, strict=True)
+    return [sum(map(int.bit_count, ids)) - 0.5 * number for ids, number in pairs]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an adapter beside it."""
+    directory = tmp_path_factory.mktemp("grpo") / "base"
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+    ))  # fmt: skip
+    model.save_pretrained(directory)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    peft.get_peft_model(model, config).save_pretrained(directory.parent / "adapter")
+    return directory
+
+
+def job_of(directory: Path, base: Path, *, method: str = "grpo", adapter: str = ADAPTER,
+           rest: str = "", **grpo: Any) -> Path:  # fmt: skip
+    usual = {"num_generations": 2, "max_completion_length": 4}
+    usual["rewards"] = [f"{__name__}:{num_ones.__name__}"]
+    options = "\n".join(f"{k} = {json.dumps(v)}" for k, v in (usual | grpo).items())
+    adapter = adapter.format(base=base)
+    text = JOB.format(base=base, method=method, adapter=adapter, grpo=options, rest=rest)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_job(directory, text)
+    rows = [json.dumps({"prompt": p, "label": i % 5}) for i, p in enumerate(PROMPTS)]
+    (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    return directory / "job.toml"
+
+
+def train(job: Path, **options: Any) -> list[dict[str, Any]]:
+    program.train(SwapConfig.load(job), **options)
+    return lines_of(job)
+
+
+def lines_of(job: Path) -> list[dict[str, Any]]:
+    lines = (job.parent / "output" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def plain(base: Path, method: str, *, lora: bool, beta: float, directory: Path) -> list[Any]:
+    """What plain TRL logs."""
+    torch.set_num_threads(1)
+    model: Any = LlamaForCausalLM.from_pretrained(base)
+    if lora:
+        model = peft.PeftModel.from_pretrained(model, base.parent / "adapter", is_trainable=True)
+    kind = {"grpo": "GRPO", "rloo": "RLOO"}[method]
+    args = getattr(trl, f"{kind}Config")(
+        output_dir=str(directory), max_steps=STEPS, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, learning_rate=1e-2, weight_decay=0.0, max_grad_norm=0.0,
+        lr_scheduler_type="constant", optim="adamw_torch_fused", logging_steps=1,
+        save_strategy="no", report_to=[], use_cpu=True, bf16=False, seed=0, data_seed=0,
+        num_generations=2, max_completion_length=4, beta=beta, remove_unused_columns=False,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"prompt": PROMPTS, "label": [i % 5 for i in range(12)]})
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model, args=args, reward_funcs=num_ones, train_dataset=rows,
+        processing_class=ByteTokenizer().for_records(),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("method", "lora", "options"),
+    [
+        ("grpo", True, {"beta": 0.1}),
+        ("grpo", False, {}),
+        ("grpo", False, {"beta": 0.1}),
+        ("rloo", True, {"beta": 0.1}),
+    ],
+)
+def test_a_run_is_that_of_plain_trl(
+    method: str, lora: bool, options: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    beta = options.get("beta", 0.0)
+    expected = plain(base, method, lora=lora, beta=beta, directory=tmp_path / "plain")
+    job = job_of(tmp_path, base, method=method, adapter=ADAPTER * lora, **options)
+    lines = train(job)
+    assert len(lines) == len(expected) == STEPS
+    for line, row in zip(lines, expected, strict=True):
+        for name in ("loss", "reward", "entropy", *(["kl"] if beta else [])):
+            assert line[name] == row[name], (name, line, row)
+    assert len({line["reward"] for line in lines}) > 1
+
+
+def server_of(base: Path, **faults: Any) -> SamplingServer:
+    return SamplingServer(lambda: LlamaForCausalLM.from_pretrained(base), **faults)
+
+
+def test_a_server_samples_and_a_run_that_it_has_ended_goes_on(base: Path, tmp_path: Path) -> None:
+    """With the lines of a run that nothing has interrupted."""
+    rest, lines = "[checkpoint]\nevery = 2", []
+    with server_of(base).running() as url:
+        job = job_of(tmp_path / "whole", base, rest=rest, sampler=url)
+        lines.append(train(job))
+    with server_of(base, dies_after=5).running() as url:
+        job = job_of(tmp_path / "again", base, rest=rest, sampler=url)
+        with pytest.raises(InfinityError, match="the sampler has failed: .* resume from the last"):
+            train(job)
+        assert len(lines_of(job)) == 2
+    with server_of(base).running() as url:  # At another address.
+        job = job_of(tmp_path / "again", base, rest=rest, sampler=url)
+        lines.append(train(job, resume=True))
+    for whole, again in zip(*lines, strict=True):
+        for name in ("loss", "reward", "entropy", DIFFERENCE + "mean", DIFFERENCE + "max"):
+            assert whole[name] == again[name], name
+        assert whole[DIFFERENCE + "max"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sampler": "http://127.0.0.1:1"}, "does not answer"),
+        ({"sampler": "vllm"}, 'train.grpo.sampler: expected "transformers", "continuous" or http'),
+        ({"sampler": "http://127.0.0.1:1", "adapter": ""}, "this run trains all weights"),
+        ({"sampler": "http://127.0.0.1:1", "method": "rloo"}, 'or "continuous" with "rloo"'),
+        ({"method": "sft"}, r'expected \[train.grpo\] with method = "grpo" or "rloo"'),
+        ({"num_generations": 3}, "num_generations|divisible"),
+        ({"max_completion_length": 20}, "expected at most 12: data.sequence_length=32"),
+        ({"rewards": ["nowhere:at_all"]}, "train.grpo.rewards: nowhere:at_all: No module"),
+        ({"rewards": ["json:at_all"]}, "json has no function 'at_all'"),
+        ({"rewards": ["json"]}, "expected module:function; got 'json'"),
+        ({"rewards": []}, "expected rewards, reward_model or both"),
+        ({"reward_model": "nowhere"}, "is no directory of a model"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_tier_is_touched(
+    options: dict[str, Any], said: str, base: Path, tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, base, **options)
+    with pytest.raises(ConfigError, match=said):
+        train(job)
+    assert not (tmp_path / "output" / "metrics.jsonl").exists()
