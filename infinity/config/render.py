@@ -38,27 +38,9 @@ from, and `infinity config schema` prints a JSON Schema for editors. `examples/s
 - **0 for off**: TOML has no null, so a limit that is off is written 0; YAML and JSON may say null.
 - **YAML** is read by the rules of YAML 1.2: `1e-5` is a number; `on`, `off`, `yes` and `no` are
   words, which keys of true and false understand.
-- The environment variable `INFINITY_IO_ENGINE` decides `io.engine` where the file says `"auto"`.
 
-This page describes schema {SCHEMA}.
+This page describes schema {SCHEMA}. A key is followed by its default and by what it takes.
 """
-_BEHIND = {  # Tables that explain a key with several modes, behind the table of its section.
-    "schedule": """\
-| `updates` | a unit is updated | needs | costs |
-| --- | --- | --- | --- |
-| `"at_step"` | in `optimizer.step()` | | nothing overlaps |
-| `"deferred"` | right before its next use, while the forward computes | | on one rank, free host \
-memory for state on its way |
-| `"both_passes"` | some units in the backward, before the step has decided; if the step clips or \
-differs otherwise from the expected one, their old state stays | state on NVMe with a spare \
-generation of the swap files; with a GPU also state on the host with free memory | the space of \
-that state once more |
-| `"auto"` | as `"both_passes"` if the weights still fit next to that state, else as `"deferred"` \
-| | |
-
-Over ranks a thread of each rank updates its shards in stage 3; stages 1 and 2 update at the step.
-""",
-}
 
 
 def to_toml(
@@ -154,22 +136,23 @@ def _on_one_line(node: dict[str, Any]) -> dict[str, Any]:
 
 def to_markdown() -> str:
     """The reference of every section and key, generated from the schema."""
-    parts = [_INTRODUCTION]
+    parts, places = [_INTRODUCTION], dict[Any, str]()
     for table, section, fields in problems.tables_in(SwapConfig):
         if table.startswith(_SEVERAL):
             continue
         title = f"`{problems.written(table)}`" if table else "Top level"
         parts.append(f"## {title}\n\n{' '.join((section.__doc__ or '').split())}\n")
+        if section in places:
+            parts.append(f"Its keys are those of {places[section]}.\n")
+            continue
+        places[section] = title
         rows = []
         for key, info in fields.items():
             inner = list(problems.sections_in(info.annotation))
             if not inner or any(is_list for _, is_list in inner):
                 rows.append(_row(key, info))
         if rows:
-            head = "| key | value | default | meaning |\n| --- | --- | --- | --- |\n"
-            parts.append(head + "\n".join(rows) + "\n")
-        if table in _BEHIND:
-            parts.append(_BEHIND[table])
+            parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
 
 
@@ -187,6 +170,6 @@ def _row(key: str, info: FieldInfo) -> str:
         default = "not set"
     else:
         default = f"`{json.dumps(written)}`"
-    phrase = problems.expected(info.annotation, info.metadata)
-    cells = (f"`{key}`", phrase, default, " ".join((info.description or "").split()))
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    # Of a size the introduction has the forms.
+    phrase = re.sub(r' such as "[^"]*"', "", problems.expected(info.annotation, info.metadata))
+    return f"* **`{key}`** ({default}): {phrase}. {' '.join((info.description or '').split())}"
