@@ -123,6 +123,17 @@ def test_every_page_stands_behind_one_of_five_doors() -> None:
     assert len(doors) == 5
 
 
+def test_no_page_repeats_a_sentence_of_another() -> None:
+    """Twelve words in a row stand on one page; code and the index are left out."""
+    found: dict[tuple[str, ...], Path] = {}
+    for page in (*sorted(DOCS.rglob("*.md")), ROOT / "README.md"):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        words = re.findall(r"[\w'`.-]*\w[\w'`.-]*", text.lower())
+        for phrase in zip(*(words[start:] for start in range(12)), strict=False):
+            other = found.setdefault(phrase, page)
+            assert other == page, f"{page.name} repeats {other.name}: {' '.join(phrase)}"
+
+
 # -- The tutorial ----------------------------------------------------------------------------------
 
 
