@@ -15,8 +15,8 @@ from infinity.errors import ConfigError
 # The files of an adapter that PEFT saved with safetensors.
 ADAPTER_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 # The files by which a run of `infinity train` describes itself in its output directory: the marker,
-# the summary and the metrics.
-RUN_NAMES = ("infinity-run.json", "summary.json", "metrics.jsonl")
+# the summary, the metrics, and the files of a frozen base with checksums of what was read.
+RUN_NAMES = ("infinity-run.json", "summary.json", "metrics.jsonl", "shards.json")
 
 
 def refuse_absent_inputs(config: SwapConfig) -> None:

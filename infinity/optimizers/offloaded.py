@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -268,6 +268,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if max_norm is not None:
             found.clip(max_norm)
         self.note_measured(found, is_clipped=max_norm is not None)
+
+    @property
+    def grad_norms(self) -> Sequence[torch.Tensor]:
+        """The norms of the single gradients behind `grad_norm`, in the order of the model: fp32
+        scalars on the host. Empty where none were computed, or not of all gradients at once."""
+        return () if self._measured is None else self._measured[1].norms
 
     def _in_order(self) -> list[Handle]:
         """Returns the parameters in the order of the model, as a call with `model.parameters()`

@@ -52,6 +52,7 @@ from infinity.sizes import PAGE_NBYTES, align_down, align_up
 from infinity.state.moments_8bit import runs_within
 from infinity.state.partition import Partition, ShardSlice
 from infinity.state.store import NvmeLocation
+from infinity.state.tiles import name_of_tiled
 from infinity.state.units import MOMENT_KINDS, StateKind, TensorFacts, TensorSpec, Unit
 from infinity.storage.checksums import CHECKSUM_NBYTES, digest
 from infinity.storage.protocol import FileRange
@@ -171,6 +172,24 @@ def kept_tensors(state: StateAccess) -> KeptTensors:
         tensors = state_tensors(unit, has_kind=has_kind, shares=shares)
         kept.append((unit, [tensor for tensor in tensors if has_kind(tensor.state_kind)]))
     return kept
+
+
+def digest_of_state(state: StateAccess) -> str:
+    """Returns a SHA-256 of all that is trained: weights, masters and moments, wherever and in
+    whatever units and tiles they rest. On one rank."""
+    found: dict[tuple[str, str], HASH] = {}
+    for unit in filter(Unit.trainable, state.units):
+        for state_kind in STREAMED:
+            for part in state.parts(unit, state_kind) if state.has_kind(unit, state_kind) else ():
+                if part.spec.state_offset < 0:
+                    continue
+                key = name_of_tiled(part.spec.name), state_kind.value
+                sha256 = found.setdefault(key, hashlib.sha256())
+                for values in (part.values, part.scales):
+                    if values is not None:
+                        sha256.update(tensor_bytes(values))
+    # Without the names, of which that of one adapter among several is a part.
+    return hashlib.sha256(b"".join(found[key].digest() for key in sorted(found))).hexdigest()
 
 
 def _suffix(unit: Unit, state_kind: StateKind) -> str:

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from infinity.bounded import MAX_DEPTH, MalformedError
+from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.checkpoint.run.contents import STREAMED, StateTensor, buffers_of, kept_tensors
 from infinity.checkpoint.run.directory import find_checkpoint
 from infinity.checkpoint.run.links import restore_linked
@@ -242,19 +243,55 @@ def fill_state_kind(
     `fill(tensor, start, target)` fills `target` with elements of one of the `tensors`, which count
     from the first one that this process keeps. Elements of no tensor become zeros.
     """
+    for tensor, start, values in _values(state, unit, state_kind, tensors, keep=True):
+        if tensor is None:
+            values.zero_()
+        else:
+            fill(tensor, start, values)
+
+
+def _values(
+    state: StateAccess,
+    unit: Unit,
+    state_kind: StateKind,
+    tensors: Sequence[StateTensor],
+    *,
+    keep: bool = False,
+) -> Iterator[tuple[StateTensor | None, int, torch.Tensor]]:
+    """Yields all values of a state kind, part by part: whose they are of `tensors`, and the place
+    of the first among those that this process keeps. With `keep` the caller fills them."""
     if state.store.location(unit, state_kind) is None:
         return
     kept = [tensor for tensor in tensors if tensor.state_kind is state_kind]
     by_spec = {tensor.spec: tensor for tensor in kept if not tensor.is_scales}
     scales = {tensor.spec: tensor for tensor in kept if tensor.is_scales}
-    for part in state.parts(unit, state_kind, keep=True):
+    for part in state.parts(unit, state_kind, keep=keep):
         if part.scales is not None:
-            fill(scales[part.spec], part.start // BLOCK_NUMEL, part.scales)
-        tensor = by_spec.get(part.spec)
-        if tensor is None:
-            part.values.zero_()
-        else:
-            fill(tensor, part.start, part.values)
+            yield scales[part.spec], part.start // BLOCK_NUMEL, part.scales
+        yield by_spec.get(part.spec), part.start, part.values
+
+
+def first_difference(path: Path, model: nn.Module) -> str | None:
+    """Returns the name of the first tensor of a checkpoint that an offloaded model has not to the
+    bit, and None where all are alike. Raises as `load`, and changes nothing."""
+    engine = engine_of(model)
+    found = OpenCheckpoint(find_checkpoint(path))
+    with (
+        engine.at_rest("infinity.checkpoint.first_difference") as state,
+        StoredReader() as stored,
+    ):
+        found.check_model(state, model, engine.rank)
+        reader = _ModelReader(found, stored)
+        for unit, tensors in kept_tensors(state):
+            for state_kind in STREAMED if tensors else ():
+                for tensor, start, values in _values(state, unit, state_kind, tensors):
+                    if tensor is None:
+                        continue
+                    saved = torch.empty_like(values)
+                    reader.fill(tensor, start, saved)
+                    if tensor_bytes(saved) != tensor_bytes(values):
+                        return tensor.name
+    return None
 
 
 def _load_buffers(checkpoint: OpenCheckpoint, model: nn.Module, rank: int) -> None:

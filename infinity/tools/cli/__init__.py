@@ -30,6 +30,7 @@ _COMMANDS = {
     "new": ("new", "new", "Write a file for `infinity train` that suits this machine."),
     "plan": ("plan", "plan", "Predict a step: placement, bytes, seconds, bottleneck."),
     "quantize": ("convert", "quantize", "Quantise the linear layers of a checkpoint."),
+    "replay": ("train", "replay", "Compute steps of a run again, and compare their bits."),
     "run": ("run", "app", "Run a program for transformers with its models offloaded."),
     "score": ("score", "score", "Write the log-probabilities of texts under a model."),
     "spread": ("convert", "spread", "Lay the shards of a checkpoint over several drives."),

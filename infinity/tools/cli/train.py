@@ -1,4 +1,4 @@
-"""`infinity train`: the command around `infinity.tools.training.program`."""
+"""`infinity train` and `infinity replay`: the commands around `infinity.tools.training`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import Quiet, arg, flag, opt
+from infinity.tools.cli.options import Quiet, arg, flag, is_silent, opt, reply
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,17 +34,20 @@ _AcceptChanges = Annotated[
 ]
 
 
+_Overrides = Annotated[
+    list[str] | None,
+    opt(
+        "KEY=VALUE",
+        "Replace one value of the file, such as train.steps=5 or "
+        '\'placement.moments=["host", "nvme"]\'. Values as in TOML; a bare word is text.',
+        "--set",
+    ),
+]
+
+
 def train(
     config: Annotated[Path, arg("CONFIG", "A .toml, .yaml, .yml or .json file.")],
-    overrides: Annotated[
-        list[str] | None,
-        opt(
-            "KEY=VALUE",
-            "Replace one value of the file, such as train.steps=5 or "
-            '\'placement.moments=["host", "nvme"]\'. Values as in TOML; a bare word is text.',
-            "--set",
-        ),
-    ] = None,
+    overrides: _Overrides = None,
     trace: Annotated[
         Path | None, opt("FILE", "Write a timeline of some steps, for Perfetto.")
     ] = None,
@@ -119,6 +122,51 @@ def _run(config: SwapConfig, console: Console, *, as_json: bool, **options: Any)
     if as_json:
         typer.echo(json.dumps(summary.to_dict(), indent=2))
     return exit_code
+
+
+def replay(
+    run: Annotated[Path, arg("OUT", "The output directory of a run.")],
+    step: Annotated[int | None, opt("K", "Up to this step. Default: the last one.")] = None,
+    begin: Annotated[
+        str | None,
+        opt("DIR", 'A checkpoint, or "start". Default: the nearest before the step.', "--from"),
+    ] = None,
+    config: Annotated[
+        Path | None, opt("FILE", "Take tiers, placement, io and schedule from this file.")
+    ] = None,
+    overrides: _Overrides = None,
+) -> None:
+    """Compute steps of a run again, anywhere, and compare their bits with what the run has noted.
+
+    Compared are versions, base, data, settings, and of each step its rows, random numbers, loss,
+    norms and learning rate; then checkpoints and exported weights of these steps. The first step
+    that differs is the last. The exit code is 1 if something differs.
+    """
+    from rich.console import Console
+
+    from infinity.config import SwapConfig
+    from infinity.config.extras import require_transformers
+    from infinity.tools.training import replay as program
+
+    require_transformers("infinity replay")
+    found = program.replay(
+        run,
+        step,
+        overrides=overrides or (),
+        places=None if config is None else SwapConfig.load(config),
+        begin=begin,
+        console=Console(stderr=True, quiet=is_silent()),
+    )
+    lines = [f"note: {text}" for text in found["notes"]]
+    for row in found["differences"]:
+        place = row["what"] if row["step"] is None else f"step {row['step']}, {row['what']}"
+        lines.append(f"DIFFERS: {place}: {row['text']}")
+    if found["is_equal"]:
+        counts = ", ".join(f"{count} x {what}" for what, count in found["compared"].items())
+        first, last = found["after"] + 1, found["step"]
+        lines.append(f"steps {first} to {last} are equal to the bit: {counts}")
+    reply(found, "\n".join(lines))
+    raise typer.Exit(not found["is_equal"])
 
 
 def parse_steps(text: str) -> tuple[int, int]:

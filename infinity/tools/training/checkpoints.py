@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from infinity.checkpoint.run.copy import Saving
 from infinity.checkpoint.run.directory import give_up, list_checkpoints, prune, set_aside, step_of
 from infinity.checkpoint.run.format import PROGRAM_NAME
 from infinity.checkpoint.run.inspection import damaged_after
-from infinity.checkpoint.run.load import Loaded, believing, load, read_program
+from infinity.checkpoint.run.load import Loaded, believing, chosen_units, load, read_program
 from infinity.checkpoint.run.save import async_save, commit, copy_behind
 from infinity.config import JobConfig
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
@@ -168,11 +168,7 @@ def check_same_run(
         check_state(loaded.extra[TRAINER_STATE], loaded.step)
         before = {text_of(key, "a key of its settings"): value for key, value in before.items()}
     now = identity[_IDENTITY]
-    keys = [key for key in sorted({*now, *before}) if now.get(key) != before.get(key)]
-    changed = {
-        key: f"{_NAMES.get(key, key)} is {now.get(key)!r} and was {before.get(key)!r}"
-        for key in keys
-    }
+    changed = _changes(before, now)
     can_accept = changed.keys() <= _ACCEPTED
     if changed and not (accept_changes and can_accept):
         has_others = now.get(_BATCHES_KEY) != before.get(_BATCHES_KEY)
@@ -183,6 +179,26 @@ def check_same_run(
             + (". To go on with it nevertheless, add --accept-changes" if can_accept else "")
         )
     return [f"accepted since {loaded.path.name}: {change}" for change in changed.values()]
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Returns how settings have changed, by their keys."""
+    return {
+        key: f"{_NAMES.get(key, key)} is {now.get(key)!r} and was {before.get(key)!r}"
+        for key in sorted({*now, *before})
+        if now.get(key) != before.get(key)
+    }
+
+
+def changes_of_settings(before: JobConfig | Loaded, config: JobConfig) -> dict[str, str]:
+    """Returns how the settings that the numbers of a run depend on have changed since a checkpoint
+    or another configuration, by their keys; without data and ranks."""
+    extra = before.extra if isinstance(before, Loaded) else identity_of(before, "")
+    return {
+        key: text
+        for key, text in _changes(extra[_IDENTITY], identity_of(config, "")[_IDENTITY]).items()
+        if key != _BATCHES_KEY and not key.startswith("the SHA-256")
+    }
 
 
 def follow(scheduler: Any, optimizer: Any, lr: float) -> None:
@@ -219,6 +235,16 @@ class RunCheckpoints:
                     self._job.resume, self._identity, accept_changes=accept_changes
                 )
         return self._accepted
+
+    @property
+    def has_accepted(self) -> bool:
+        """Whether settings differ from those of the checkpoint, as the user has allowed."""
+        return bool(self._accepted)
+
+    def units(self) -> frozenset[int] | None:
+        """Returns the units whose state is the run's; None for all."""
+        optimizer = self._job.trainer.offloaded_optimizer
+        return chosen_units(optimizer, all_state=self._has_all_state)
 
     @property
     def commits_steps(self) -> bool:

@@ -77,12 +77,15 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
         ),
         "time": clock_of(numbers["time"]["steps_s"]),
         "hardware": _hardware(),
-        "versions": ", ".join(
-            f"{name} {release}" for name in _PACKAGES if (release := installed(name))
-        ),
+        "versions": ", ".join(f"{name} {release}" for name, release in versions().items()),
     }
     table = "".join(f"| {row} | {said} |\n" for row, said in rows.items() if said)
     return f"---\n{data.to_yaml()}\n---\n\n# {base}: {how}\n\n| | |\n| --- | --- |\n{table}"
+
+
+def versions() -> dict[str, str]:
+    """Returns the installed releases of the packages that compute a run."""
+    return {name: release for name in _PACKAGES if (release := installed(name))}
 
 
 def _hardware() -> str:

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from infinity.config import JobConfig
 from infinity.errors import ConfigError
 from infinity.integrations.sampler import ServerSampler
 from infinity.tools.training.adapter import adapter_nbytes, name_of
+from infinity.tools.training.base_identity import identify
+from infinity.tools.training.ending import versions
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
@@ -49,6 +51,21 @@ class Job:
     rank: JobRank
     sampler: ServerSampler | None  # None where the model generates, if it does.
     started_s: float
+
+    def receipt(self) -> dict[str, Any]:
+        """Returns facts that the bits of the run depend on, beside its settings. Reads a little of
+        the base."""
+        weights, device = self.plan.weights, f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+        if not self.trainer.args.use_cpu:
+            device = torch.cuda.get_device_name()
+        return {
+            "tokens_sha256": self.tokens_sha256,
+            "base": None if weights is None else asdict(identify(weights)),
+            "versions": versions(),
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "ranks": self.rank.count,
+        }
 
 
 def prepare(
@@ -159,17 +176,22 @@ def _check_checkpoint_space(model: Any, config: JobConfig, output: Path) -> None
     swap directory, checkpoints may be links, and `offload` reserves their space."""
     if config.checkpoint is None or config.tiers.nvme:
         return
-    trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    moment_nbytes = 1 if config.precision.moments == "8bit" else 4
     place = config.checkpoint_directory
     check_space(
         place if place.is_dir() else output,
-        trained * (4 + moment_nbytes * config.optimizer.num_moments),
+        trainable_nbytes(model, config),
         path=place,
         operation="checkpoint",
         needs="a checkpoint needs",
         remedy="; free space, or name another checkpoint.directory",
     )
+
+
+def trainable_nbytes(model: Any, config: JobConfig) -> int:
+    """Returns the bytes of masters and moments of what is trained."""
+    trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    moment_nbytes = 1 if config.precision.moments == "8bit" else 4
+    return trained * (4 + moment_nbytes * config.optimizer.num_moments)
 
 
 def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer, list[int]]:

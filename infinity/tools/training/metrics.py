@@ -4,16 +4,22 @@ A resumed run writes a new file with the lines up to its step. The complete new 
 of the old one, so a crash in between leaves the old file unchanged. A file that cannot be read
 completely is kept under another name. If the file cannot be written, lines are kept in memory and
 the run continues.
+
+A line is the receipt of its step: numbers to the last bit, and digests of what the step was
+computed from. A step that is computed again, after a crash or by `infinity replay`, has the same.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import hashlib
 import itertools
 import json
 import os
+import random
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +28,75 @@ from infinity.checkpoint.durable import link_or_copy, sync_directory
 from infinity.sizes import MIB
 from infinity.storage.lock_file import is_same_file
 
-_LONGEST_LINE_NBYTES = MIB  # Lines have about 700 bytes; longer ones are damage.
+_LONGEST_LINE_NBYTES = MIB  # Lines have about 1000 bytes; longer ones are damage.
+# The keys of a line that a step computed again must have alike, and what they are: causes first.
+RECEIPT = {
+    "rows": "the rows of the batches",
+    "random": "the state of the random generators",
+    "loss": "the loss",
+    "grad_norm": "the norm of the gradients",
+    "gradients": "the norms of the single gradients",
+    "learning_rate": "the learning rate",
+    "skipped": "what was skipped",
+    "state": "weights, masters or moments after the step",
+    "held_out_loss": "the held-out loss",
+}
+_DIGEST_NBYTES = 8
+
+
+# -- The receipt of a step -------------------------------------------------------------------------
+
+
+def digest(*parts: Any) -> str:
+    """Returns a digest of buffers, for comparisons with accidents rather than with forgers."""
+    found = hashlib.blake2b(digest_size=_DIGEST_NBYTES)
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+def digests_of_rows(batch: Mapping[str, Any]) -> list[str]:
+    """Returns a digest of each row of a micro-batch: of its integers, such as token ids, labels and
+    masks. They are copied from a device, so call it where the device has ended its work."""
+    import torch
+
+    tensors = [t for _, t in sorted(batch.items()) if isinstance(t, torch.Tensor) and t.dim()]
+    arrays = [t.detach().cpu().numpy() for t in tensors if not t.is_floating_point()]
+    count = max(map(len, arrays), default=0)
+    return [digest(*(a[row].tobytes() for a in arrays if row < len(a))) for row in range(count)]
+
+
+def digest_of_random() -> str:
+    """Returns a digest of the states of the default generators, without waiting for a device."""
+    import numpy
+    import torch
+
+    _, internal, gauss = random.getstate()
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    parts = [array.array("I", internal), repr((gauss, kind, rest)).encode(), keys]
+    parts.append(torch.get_rng_state().numpy())
+    if torch.cuda.is_initialized():
+        parts.append(torch.cuda.get_rng_state().numpy())
+    return digest(*parts)
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Returns by key how two lines of one step differ in what both have; causes first."""
+    keys = [key for key in RECEIPT if key in was and key in now and was[key] != now[key]]
+    return {key: _difference(key, was[key], now[key]) for key in keys}
+
+
+def _difference(key: str, was: Any, now: Any) -> str:
+    name = RECEIPT[key]
+    if key == "rows" and len(was) == len(now):
+        wrong = [row for row, pair in enumerate(zip(was, now, strict=True)) if len(set(pair)) > 1]
+        return f"row {wrong[0]} of the step's {len(was)} differs, {len(wrong)} of them in all"
+    if key in ("rows", "random", "gradients", "state"):
+        return f"{name} differ" if key != "random" else f"{name} differs"
+    return f"{name} is {now!r} and was {was!r}"
+
+
+# -- The file --------------------------------------------------------------------------------------
 
 
 class MetricsFile:
@@ -41,14 +115,24 @@ class MetricsFile:
         self._say = say
         self._file: int | None = None
         self._pending: list[tuple[int, bytes]] = []
+        self._again: dict[int, bytes] = {}  # Lines of steps that are to be computed again.
         self._end_nbytes = 0  # Of the lines that the file has as a whole.
         self._error: OSError | None = None
         self._attempt(self._begin)
 
     def append(self, step: int, line: str) -> None:
-        """Writes the line of a step, or keeps it until it can be written."""
+        """Writes the line of a step, or keeps it until it can be written. Says once that a step
+        which an interrupted run had computed has another result."""
         self._pending.append((step, line.encode() + b"\n"))
         self._attempt(self._write)
+        if step in self._again:
+            found = differences(json.loads(self._again.pop(step)), json.loads(line))
+            if found:
+                self._again.clear()
+                self._say(
+                    f"warning: step {step} is computed again, and not as before: "
+                    f"{'; '.join(found.values())}"
+                )
 
     def sync(self) -> None:
         """Makes the written lines durable against a power cut."""
@@ -157,6 +241,8 @@ class MetricsFile:
                     damaged.append(number)
                 elif step is not None and step <= self._resumed_at:
                     yield line if is_complete else line + b"\n"
+                elif step is not None:
+                    self._again[step] = line
 
     def _replace(self, lines: Iterator[bytes], damaged: Sequence[int] = ()) -> None:
         partial = self._path.with_name(f".{self._path.name}.partial")

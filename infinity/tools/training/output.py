@@ -10,38 +10,54 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
+from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, list_of, read_json, table_of
 from infinity.checkpoint.durable import make_directory, replace_file
 from infinity.config import ConfigSource, JobConfig, SwapConfig
 from infinity.config.paths import RUN_NAMES
+from infinity.config.source import override
 from infinity.errors import ConfigError, StorageError, reporting
 from infinity.storage.lock_file import is_same_file, try_lock
 from infinity.tools.training.metrics import is_metrics
 
 _log = logging.getLogger(__name__)
 
-MARKER_NAME, SUMMARY_NAME, _ = RUN_NAMES
+MARKER_NAME, SUMMARY_NAME = RUN_NAMES[:2]
 BEST_NAME = "best"  # The directory of the lowest held-out loss.
 LOCK_NAME = ".infinity-run.lock"
 # The error numbers of file systems without locks, such as some network mounts.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
-def config_of_run(directory: Path) -> JobConfig | None:
+def config_of_run(directory: Path, overrides: Sequence[str] = ()) -> JobConfig | None:
     """Returns the configuration that `infinity train` has left in an output directory; None for
-    another directory. Raises ConfigError if it cannot be used."""
+    another directory. `overrides` are KEY=VALUE. Raises ConfigError if it cannot be used."""
     marker = directory / MARKER_NAME
     if not marker.is_file():
         return None
+    table = _marked(marker, "config", None, table_of)
+    for text in overrides:
+        override(table, text)
+    return JobConfig.of(SwapConfig.from_table(table, ConfigSource("file", str(marker), directory)))
+
+
+def receipts_of_run(directory: Path) -> list[dict[str, Any]]:
+    """Returns what `Job.receipt` said to the processes that have made the steps of a run, in order.
+    `after` of each is the step that it went on from, and `has_accepted` whether with other settings
+    than those of its checkpoint. Raises ConfigError."""
+    found: list[dict[str, Any]] = _marked(directory / MARKER_NAME, "receipts", [], list_of)
+    return found
+
+
+def _marked(marker: Path, key: str, default: Any, kind: Callable[[Any, str], Any]) -> Any:
     try:
         content = table_of(read_json(marker, max_nbytes=MAX_TEXT_NBYTES), "it")
-        table = table_of(content.get("config"), "'config' in it")
+        return kind(content.get(key, default), f"'{key}' in it")
     except (OSError, MalformedError) as error:
         raise ConfigError(f"{marker} cannot be used: {error}; give --config") from None
-    return JobConfig.of(SwapConfig.from_table(table, ConfigSource("file", str(marker), directory)))
 
 
 class OutputDirectory:
@@ -60,6 +76,7 @@ class OutputDirectory:
         self._lock: int | None = None
         self.is_unmarked = False  # Accepted without a mark, for the checkpoint in it.
         self._marker = self.path / MARKER_NAME
+        self._receipts: list[dict[str, Any]] = []
         with reporting("open", self.path):
             self._claim(resumed)
 
@@ -88,9 +105,21 @@ class OutputDirectory:
             )
         self._lock = _locked(directory)
 
-    def mark(self) -> None:
-        """Writes the marker of this program, with the configuration."""
-        content = {"program": "infinity train", "config": self._config.to_dict()}
+    def mark(
+        self, receipt: dict[str, Any] | None = None, *, after: int = 0, has_accepted: bool = False
+    ) -> None:
+        """Writes the marker of this program, with the configuration, and the receipt of a process
+        that makes the steps after `after`: see `receipts_of_run`."""
+        if receipt is not None:
+            with contextlib.suppress(ConfigError):  # Somebody has made the marker.
+                earlier = receipts_of_run(self.path) if after else []
+                self._receipts = [found for found in earlier if found["after"] < after]
+            self._receipts.append({"after": after, "has_accepted": has_accepted, **receipt})
+        content = {
+            "program": "infinity train",
+            "config": self._config.to_dict(),
+            "receipts": self._receipts,
+        }
         with reporting("write", self._marker):
             replace_file(self._marker, json.dumps(content, indent=2) + "\n")
 

@@ -24,11 +24,11 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -37,7 +37,10 @@ from transformers import set_seed
 import infinity
 from infinity.checkpoint import export_safetensors, weight_source
 from infinity.checkpoint.durable import replace_file
+from infinity.checkpoint.run.contents import digest_of_state
+from infinity.checkpoint.run.references import reference_to_bytes
 from infinity.config import JobConfig, SwapConfig
+from infinity.config.paths import RUN_NAMES
 from infinity.config.schema import changed
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.engine.build import fits
@@ -50,10 +53,11 @@ from infinity.errors import (
 )
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
+from infinity.storage.shards import ShardFiles
 from infinity.tools.training.adapter import name_of, save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
 from infinity.tools.training.ending import Notices, model_card, next_commands
-from infinity.tools.training.job import Job, prepare
+from infinity.tools.training.job import Job, prepare, trainable_nbytes
 from infinity.tools.training.model import generate, reference_path, share_budgets
 from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
 from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
@@ -64,6 +68,8 @@ from infinity.tools.training.tracing import Tracing
 from infinity.tools.training.trainer import Step, batch_of, require_trackers
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
+_DIGEST_SHARE = 0.01  # Of the time: what digests of the state may take.
+_DIGESTED_PER_S = 1e9  # Bytes, before the first digest has shown it.
 
 
 class Products:
@@ -77,15 +83,26 @@ class Products:
         self._summary = summary
         self._is_output_lost = False  # A warning was printed.
 
-    def mark(self) -> Path | None:
-        """Marks the output directory as that of a run. Returns the path of its metrics."""
-        output = self._job.output
+    def mark(self, *, has_accepted: bool) -> Path | None:
+        """Marks the output directory as that of a run, with the facts that its bits depend on.
+        Returns the path of its metrics."""
+        output, job = self._job.output, self._job
         if output is None:
             return None
         if output.is_unmarked:
             self._reporter.note(f"{MARKER_NAME} is missing in {output.path}; added")
-        output.mark()
+        output.mark(job.receipt(), after=self._summary.resumed_at, has_accepted=has_accepted)
         return self._config.output.metrics_path
+
+    def keep_reference(self, shards: ShardFiles | None) -> None:
+        """Writes the names of the base's files, and the checksums that first reads have taken."""
+        if self._job.output is None or shards is None:
+            return
+        path = self._job.output.path / RUN_NAMES[3]
+        try:
+            replace_file(path, reference_to_bytes(shards, is_first_rank=True).decode())
+        except OSError as error:
+            self._reporter.note(f"warning: {path} is not written: {error.strerror or error}")
 
     def restore(self) -> None:
         """Makes the output directory again if it was removed."""
@@ -166,7 +183,6 @@ class Run:
     ) -> None:
         self._config = config
         self._job = job
-        self._trainer = job.trainer
         self.summary = Summary(steps=job.num_steps, num_parameters=job.num_parameters)
         self._reporter = Reporter(
             console, steps=job.num_steps, log_every=config.train.log_every, name=self._name
@@ -179,6 +195,7 @@ class Run:
         self._before: dict[str, float] = {}
         self._began_s = 0.0
         self._line: Line = {}  # Of the newest step.
+        self._digest_due_s = 0.0  # When the state is digested next.
         self._tracing = tracing
         self._traced = ExitStack()  # The step that is traced now.
         self._notices = Notices(config, self.summary, self._reporter)
@@ -196,7 +213,7 @@ class Run:
     @property
     def num_steps(self) -> int:
         """The steps that are done, with those before a resumed run."""
-        return int(self._trainer.state.global_step)
+        return int(self._job.trainer.state.global_step)
 
     def note(self, changes: list[str]) -> None:
         """Prints accepted changes."""
@@ -212,7 +229,7 @@ class Run:
         self._engine, train = infinity.engine_of(self._job.model), self._config.train
         is_divided = self._config.schedule.micro_batch is not None
         is_layer_major = None if is_divided or train.grpo is not None else False
-        if (why := why_plain(self._trainer)) and self._name:
+        if (why := why_plain(self._job.trainer)) and self._name:
             raise ConfigError(
                 f"adapters: several adapters cannot share the reads of the base: {why}"
             )
@@ -223,7 +240,7 @@ class Run:
         if self._config.adapter is None:
             window = train.batch_size // batch_of(self._config)[0]
         prepare_trainer(
-            self._trainer,
+            self._job.trainer,
             layer_major=is_layer_major,
             window=window,
             sampler=self._job.sampler,
@@ -264,17 +281,22 @@ class Run:
 
     def _description(self) -> str:
         length, held_out = self._config.data.sequence_length, self._job.data.held_out
+        num_rows = len(self._job.trainer.train_dataset)
         return (
             f"{self._job.plan.hf_config.model_type}, {self.summary.num_parameters:,} parameters; "
-            f"{self._job.num_tokens:,} tokens in {len(self._trainer.train_dataset):,} sequences "
+            f"{self._job.num_tokens:,} tokens in {num_rows:,} sequences "
             f"of {length if self._job.data.is_ready else f'at most {length}'}, "
             f"{0 if held_out is None else len(held_out):,} held out"
         )
 
     def _begin(self) -> None:
         """Begins the metrics, with those before a resumed step."""
-        self._reporter.start(self._products.mark(), resumed_at=self.summary.resumed_at)
-        self.summary.phases_s["setup_s"] = time.perf_counter() - self._job.started_s
+        path = self._products.mark(has_accepted=self.checkpoints.has_accepted)
+        self._reporter.start(path, resumed_at=self.summary.resumed_at)
+        now_s = time.perf_counter()
+        self.summary.phases_s["setup_s"] = now_s - self._job.started_s
+        of_state = trainable_nbytes(self._job.model, self._config)
+        self._digest_due_s = now_s + of_state / _DIGESTED_PER_S / _DIGEST_SHARE
 
     def _resume(self) -> None:
         self.checkpoints.resume(self._engine)
@@ -295,7 +317,7 @@ class Run:
             if not self._is_stopped(interrupt):
                 state = resume.extra[TRAINER_STATE] if resume is not None else None
                 restore = self._resume if resume is not None else None
-                self._trainer.run(self, state=state, restore=restore)
+                self._job.trainer.run(self, state=state, restore=restore)
         except NonFiniteError:
             self._reporter.end_of_steps()
             if self.num_steps and self._config.output.export:
@@ -305,7 +327,7 @@ class Run:
                 self._wait_for_all("the export")
             raise
         finally:
-            self._trainer.report_unevaluated()
+            self._job.trainer.report_unevaluated()
             self._reporter.end_of_steps()
         if interrupt.received is not None:
             self.summary.interrupted_by = interrupt.received.name
@@ -352,6 +374,7 @@ class Run:
     def _finish(self, interrupt: Interrupt) -> None:
         """Exports, samples and writes the summary; the summary also if another part has failed."""
         self._products.restore()
+        self._products.keep_reference(self._engine.store.shards)
         try:
             goes_on = interrupt.received is not None and self._config.checkpoint is not None
             if self._config.output.export and self.num_steps and not goes_on:
@@ -394,7 +417,21 @@ class Run:
         elapsed_s = time.perf_counter() - self._began_s
         self._traced.close()
         self._line = line_of(step, self._before, self._engine.counters.snapshot(), elapsed_s)
+        if step.number == self.summary.resumed_at + 1:  # All of the base has been read.
+            self._products.keep_reference(self._engine.store.shards)
+        if self._job.rank.count == 1:
+            self._digest_state()
         return tracked(self._line)
+
+    def _digest_state(self) -> None:
+        """Adds the digest of the state to the line of a step, as often as that takes a hundredth of
+        the time."""
+        begun_s = time.perf_counter()
+        if begun_s >= self._digest_due_s:
+            with self._engine.at_rest("the digest of a step", self.checkpoints.units()) as state:
+                self._line["state"] = digest_of_state(state)
+            now_s = time.perf_counter()
+            self._digest_due_s = now_s + (now_s - begun_s) / _DIGEST_SHARE
 
     def after_step(self, step: Step, *, is_best: bool) -> bool:
         """Called after evaluation and trackers. Writes the metrics and what is to be kept of the
@@ -431,6 +468,9 @@ class Run:
         self._reporter.step(self._line, self.summary.left_s)
 
 
+RunT = TypeVar("RunT", bound=Run)
+
+
 def train(
     config: SwapConfig,
     *,
@@ -451,20 +491,45 @@ def train(
     config = JobConfig.of(config)
     require_trackers(config.train.report_to)
     configs = config.of_adapters()
-    settled = choices(configs[0])
-    configs = [settle(found) for found in configs]
     if len(configs) > 1 and resume_from is not None:
         raise ConfigError("--resume-from is for one adapter; go on with all of them by --resume")
+    console = console or Console()
+    with opened(
+        configs, Run, console, trace=trace, resume=resume, resume_from=resume_from,
+        accept_changes=accept_changes,
+    ) as runs:  # fmt: skip
+        for run in runs:
+            run.set_up(is_first=run is runs[0])
+        written = "the export" if config.checkpoint is None else "a checkpoint"
+        with Interrupt(_STOP_NOTICE.format(written)) as interrupt:
+            _train_all(runs, [found.adapter for found in configs], interrupt)
+            return runs[0].summary, interrupt.exit_code
+
+
+@contextmanager
+def opened(
+    configs: Sequence[JobConfig],
+    make: Callable[[JobConfig, Job, Console, Tracing | None], RunT],
+    console: Console,
+    *,
+    trace: Tracing | None = None,
+    resume: bool = False,
+    resume_from: Path | None = None,
+    accept_changes: bool = False,
+) -> Iterator[list[RunT]]:
+    """Yields runs of these configurations over one model, checked and before a tier is touched.
+    `make` is called for each. Raises as `train`."""
+    settled = choices(configs[0])
+    configs = [settle(found) for found in configs]
     keep_freed_memory()
     # So long a thread that runs Python holds up a launch of a kernel; it is 5 ms without this. On
     # an H200 a launch beside such a thread takes 0.9 ms in the place of 8.
     sys.setswitchinterval(5e-4)
     expand_segments()
-    console = console or Console()
     with ExitStack() as stack:
         stack.enter_context(without_renaming_notice())
         rank = stack.enter_context(job_rank(configs[0]))
-        if config.adapters and rank.count > 1:
+        if len(configs) > 1 and rank.count > 1:
             raise UnsupportedError(
                 "several adapters ([[adapter]]) train on one rank; start `infinity train` without "
                 "torchrun, or train one adapter over ranks"
@@ -482,17 +547,12 @@ def train(
         jobs = prepare(configs, stack, resumed, rank)
         if trace is not None:
             trace.check(num_steps=jobs[0].num_steps)
-        runs: list[Run] = []
+        runs: list[RunT] = []
         for found, job in zip(configs, jobs, strict=True):
-            runs.append(run := Run(found, job, console, trace if not runs else None))
+            runs.append(run := make(found, job, console, trace if not runs else None))
             stack.callback(run.close)
             run.note(run.checkpoints.check(accept_changes=accept_changes))
-        for run in runs:
-            run.set_up(is_first=run is runs[0])
-        written = "the export" if config.checkpoint is None else "a checkpoint"
-        with Interrupt(_STOP_NOTICE.format(written)) as interrupt:
-            _train_all(runs, [found.adapter for found in configs], interrupt)
-            return runs[0].summary, interrupt.exit_code
+        yield runs
 
 
 def _how_many_fit(model: Any, config: JobConfig) -> str:

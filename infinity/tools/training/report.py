@@ -23,7 +23,7 @@ from rich.table import Table
 from infinity.checkpoint.durable import replace_file
 from infinity.sizes import GIB, format_nbytes
 from infinity.tools.doctor.finding import read_field
-from infinity.tools.training.metrics import MetricsFile
+from infinity.tools.training.metrics import MetricsFile, digest_of_random
 from infinity.tools.training.process import lost_streams
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ def line_of(step: Step, before: Snapshot, after: Snapshot, elapsed_s: float) -> 
         "num_tokens": step.num_tokens,
         "skipped": step.skipped,
         **step.measured(),
+        "rows": step.rows,
+        "gradients": step.gradients,
+        "random": digest_of_random(),
         "elapsed_s": elapsed_s,
         "tokens_per_s": step.num_tokens / elapsed_s,  # Of all ranks.
         **moved,
@@ -308,7 +311,7 @@ class Reporter:
         """Records one step. `left_s`: the time until the last one."""
         step = line["step"]
         if self._metrics is not None:
-            self._metrics.append(step, json.dumps(_finite(line)))
+            self._metrics.append(step, json.dumps(finite(line)))
         if line["held_out_loss"] is not None:
             self._held_out_loss = line["held_out_loss"]
         line, width = {"steps": self._steps, **line}, self._console.width
@@ -383,7 +386,7 @@ def _peak_device_nbytes() -> int:
 
 def write_summary(path: Path, summary: Summary) -> None:
     """Writes summary.json completely or not at all. Raises OSError."""
-    replace_file(path, json.dumps(_finite(summary.to_dict()), indent=2) + "\n")
+    replace_file(path, json.dumps(finite(summary.to_dict()), indent=2) + "\n")
 
 
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -445,10 +448,10 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON lacks, with null."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list) else value
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list) else value

@@ -39,6 +39,7 @@ from infinity.private.torch import tree_leaves
 from infinity.tools.training.adapter import name_of
 from infinity.tools.training.divergence import give_head, taught
 from infinity.tools.training.job_data import JobData, check_amount
+from infinity.tools.training.metrics import digest, digests_of_rows
 from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.reinforce import (
     arguments_of,
@@ -74,6 +75,8 @@ class Step:
     # Of the micro-batches of this rank: their losses, the sum of these in float32, and the
     # arguments of the first loss that is not finite.
     losses: list[float] = dataclasses.field(default_factory=list)
+    rows: list[str] = dataclasses.field(default_factory=list)  # Digests of the batches' rows.
+    gradients: str | None = None  # A digest of the norms of all gradients.
     total: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
     spoilt: tuple[Any, Any] | None = None
     before: Step | None = None  # The step before, whose evaluation may still come.
@@ -501,6 +504,7 @@ class RunTrainer(OffloadedTrainer):
         masks = [inputs.get(f"{part}_mask") for part in ("attention", "prompt", "completion")]
         counts = [int(mask.sum()) for mask in masks if mask is not None]
         now.num_tokens += sum(counts) if counts else inputs["input_ids"].numel()
+        now.rows += digests_of_rows(inputs)  # The loss has waited for the device.
         if not math.isfinite(now.losses[-1]) and now.spoilt is None:
             now.spoilt = (inputs, num_items_in_batch)
         return loss
@@ -523,6 +527,8 @@ class RunTrainer(OffloadedTrainer):
             finally:
                 norm = self.offloaded_optimizer.grad_norm
                 now.grad_norm = None if norm is None else float(norm)
+            norms = self.offloaded_optimizer.grad_norms
+            now.gradients = digest(torch.stack([*norms]).numpy()) if norms else None
             self._num_skipped = 0
         except NonFiniteError as error:
             self.offloaded_optimizer.zero_grad()
