@@ -127,6 +127,21 @@ def test_a_sweep_of_scores_reads_the_base_once_and_has_no_backward() -> None:
     )
 
 
+def test_a_step_of_four_adapters_takes_little_longer_than_that_of_one(tmp_path: Path) -> None:
+    """Of 8,192 tokens each, over K2 on one H200 with four drives, which bind."""
+
+    def step_s(count: int) -> float:
+        file = tmp_path / "adapters.toml"
+        file.write_text(
+            f"tiers.host.capacity = '200GB'\ntiers.nvme = [{{path = '{tmp_path}'}}]\n"
+            + "".join(f"[[adapter]]\nname = 'a{number}'\nrank = 16\n" for number in range(count))
+        )
+        where = ("--model", "kimi-k2-int4", "--hardware", "1xh200-4nvme")
+        return float(in_numbers(str(file), *where, "--tokens", str(8192 * count))["step_s"])
+
+    assert 1 < step_s(4) / step_s(1) <= 1.15
+
+
 def test_the_list_names_what_is_shipped() -> None:
     said = plan("--list")
     assert "dgx-2" in said and "kimi-k2" in said
