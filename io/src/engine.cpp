@@ -99,7 +99,7 @@ Result<Lane*> Engine::lane_of(std::uint64_t device) {
     if (entry.device == device) return entry.lane.get();
   }
   std::unique_ptr<Lane> lane = options_.backend == Backend::kUring
-                                   ? make_uring_lane(options_, hooks_)
+                                   ? make_uring_lane(options_, hooks_, registered_arena_)
                                    : make_thread_lane(options_, hooks_);
   INF_ASSERT(lane != nullptr);  // open() has probed.
   if (const Error error = lane->start()) return error;
@@ -296,6 +296,7 @@ void Engine::close() {
     file->lane = nullptr;
   }
   files_.clear();
+  registered_arena_.reset();
   for (const LaneEntry& entry : lanes) {
     ended_lanes_.push_back(entry.lane->info());
     ended_lanes_.back().device = entry.device;

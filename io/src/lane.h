@@ -24,6 +24,8 @@
 
 namespace infinity::io {
 
+class RegisteredArena;
+
 // The limit of blocks of full size in flight.
 [[nodiscard]] std::uint32_t max_depth(const Options& options) noexcept;
 
@@ -145,8 +147,9 @@ class Lane {
 
 [[nodiscard]] std::unique_ptr<Lane> make_thread_lane(const Options& options,
                                                      std::shared_ptr<const Hooks> hooks);
-// Null when it was not built.
+// Null when it was not built. All lanes of an engine share `arena`, which the first one makes.
 [[nodiscard]] std::unique_ptr<Lane> make_uring_lane(const Options& options,
-                                                    std::shared_ptr<const Hooks> hooks);
+                                                    std::shared_ptr<const Hooks> hooks,
+                                                    std::shared_ptr<RegisteredArena>& arena);
 
 }  // namespace infinity::io

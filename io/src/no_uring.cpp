@@ -12,7 +12,8 @@ UringProbe probe_uring(RingFlags, std::uint32_t, std::uint32_t) noexcept {
   return {false, ENOSYS, "build", 0};
 }
 
-std::unique_ptr<Lane> make_uring_lane(const Options&, std::shared_ptr<const Hooks>) {
+std::unique_ptr<Lane> make_uring_lane(const Options&, std::shared_ptr<const Hooks>,
+                                      std::shared_ptr<RegisteredArena>&) {
   return nullptr;
 }
 

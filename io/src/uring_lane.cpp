@@ -12,10 +12,10 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include "lane.h"
+#include "registered_arena.h"
 #include "ring.h"
 #include "thread.h"
 
@@ -36,7 +36,8 @@ struct Slot {
 
 class UringLane final : public Lane {
  public:
-  UringLane(const Options& options, std::shared_ptr<const Hooks> hooks);
+  UringLane(const Options& options, std::shared_ptr<const Hooks> hooks,
+            std::shared_ptr<RegisteredArena> arena);
   Error start() override;
   void stop() noexcept override;
   void forget(File* file) noexcept override;
@@ -50,6 +51,7 @@ class UringLane final : public Lane {
   // What one ring found out when it was set up. `mutex_` must be held.
   void note(const LaneInfo& found) noexcept;
 
+  const std::shared_ptr<RegisteredArena> arena_;
   std::vector<std::unique_ptr<Ring>> rings_;
 };
 
@@ -152,7 +154,7 @@ class UringLane::Ring {
     io_uring_register_iowq_max_workers(&ring_, workers);
     LaneInfo found;
     found.ring_flags = flags;
-    found.register_buffers_errno = register_arena();
+    found.register_buffers_errno = lane_.arena_->give(ring_);
     found.has_registered_buffers =
         lane_.options_.arena.nbytes != 0 && found.register_buffers_errno == 0;
     found.has_fixed_vectors = found.has_registered_buffers && has_fixed_vector_opcodes();
@@ -173,19 +175,6 @@ class UringLane::Ring {
                           io_uring_opcode_supported(opcodes, kWriteVectorFixed) != 0;
     io_uring_free_probe(opcodes);
     return has_both;
-  }
-
-  // 0, or the errno with which the kernel refused (ENOMEM: RLIMIT_MEMLOCK).
-  [[nodiscard]] int register_arena() noexcept {
-    const ArenaRange& arena = lane_.options_.arena;
-    if (arena.nbytes == 0) return 0;
-    std::vector<iovec> buffers;
-    for (std::uint64_t at = 0; at < arena.nbytes; at += kRegisteredBufferNbytes) {
-      void* base = reinterpret_cast<void*>(arena.address + at);  // NOLINT
-      buffers.push_back({base, std::min(kRegisteredBufferNbytes, arena.nbytes - at)});
-    }
-    return -io_uring_register_buffers(&ring_, buffers.data(),
-                                      static_cast<unsigned>(buffers.size()));
   }
 
   // Moves queued blocks into the free slots. False when the thread has nothing left to live for.
@@ -384,8 +373,9 @@ class UringLane::Ring {
   std::vector<File*> file_slots_;
 };
 
-UringLane::UringLane(const Options& options, std::shared_ptr<const Hooks> hooks)
-    : Lane(options, std::move(hooks)) {
+UringLane::UringLane(const Options& options, std::shared_ptr<const Hooks> hooks,
+                     std::shared_ptr<RegisteredArena> arena)
+    : Lane(options, std::move(hooks)), arena_(std::move(arena)) {
   for (std::uint32_t index = 0; index < options.num_rings; ++index) {
     rings_.push_back(std::make_unique<Ring>(*this));
   }
@@ -441,8 +431,10 @@ void UringLane::note(const LaneInfo& found) noexcept {
 
 }  // namespace
 
-std::unique_ptr<Lane> make_uring_lane(const Options& options, std::shared_ptr<const Hooks> hooks) {
-  return std::make_unique<UringLane>(options, std::move(hooks));
+std::unique_ptr<Lane> make_uring_lane(const Options& options, std::shared_ptr<const Hooks> hooks,
+                                      std::shared_ptr<RegisteredArena>& arena) {
+  if (arena == nullptr) arena = std::make_shared<RegisteredArena>(options.arena);
+  return std::make_unique<UringLane>(options, std::move(hooks), arena);
 }
 
 }  // namespace infinity::io

@@ -125,6 +125,24 @@ with Arena(16 << 20) as arena, open_engine("io_uring", arena=arena) as engine:
     assert not engine.describe()[0]["has_registered_buffers"]
 """
 
+PINNED = """
+import tempfile
+
+def pinned_nbytes():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmPin"))
+
+clones = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 12)
+with Arena(16 << 20) as arena, open_engine("io_uring", arena=arena, num_rings=3) as engine:
+    round_trip(engine, arena, sys.argv[1])
+    assert pinned_nbytes() == (1 if clones else 3) * (16 << 20), pinned_nbytes()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as other:
+        engine.open(other.name, direct=False)
+        assert pinned_nbytes() == (1 if clones else 6) * (16 << 20), pinned_nbytes()
+    assert [lane["has_registered_buffers"] for lane in engine.describe()] == [True, True]
+assert not pinned_nbytes()
+"""
+
 
 def test_forked_child_gets_an_error_and_the_parent_goes_on(
     run_python: RunPython, open_any, native_name, tmp_path
@@ -154,6 +172,14 @@ def test_small_memlock_limit_costs_registered_buffers_only(
     printed = run_python(PREAMBLE + MEMLOCK, str(tmp_path / "data"))
     assert printed.count("without registered buffers") == 1
     assert "ulimit -l" in printed
+
+
+def test_all_rings_of_all_drives_pin_the_arena_once_and_unpin_it_on_close(
+    run_python: RunPython, open_any, tmp_path
+) -> None:
+    """Where the kernel can clone buffers of a ring, from 6.12 on."""
+    open_any("io_uring")
+    run_python(PREAMBLE + PINNED, str(tmp_path / "data"))
 
 
 def test_environment_overrides_auto_only(run_python: RunPython) -> None:

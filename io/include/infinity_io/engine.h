@@ -35,6 +35,7 @@ namespace infinity::io {
 struct Hooks;
 struct File;
 class Lane;
+class RegisteredArena;
 
 enum class Backend : std::uint8_t { kThreads, kUring };
 
@@ -148,6 +149,7 @@ class Engine {
   std::map<std::int32_t, std::shared_ptr<File>> files_;  // open, by id
   std::int32_t next_file_ = 0;
   std::vector<FileReport> closed_files_;
+  std::shared_ptr<RegisteredArena> registered_arena_;  // of all lanes with rings
   std::vector<LaneEntry> lanes_;
   std::vector<LaneInfo> ended_lanes_;
   bool is_closed_ = false;
