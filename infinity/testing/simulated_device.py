@@ -285,7 +285,7 @@ class SimulatedStreams(Streams):
             self._copy(stream, source, target)
 
     def _copy(self, stream: SimulatedStream, source: torch.Tensor, target: torch.Tensor) -> None:
-        inward = stream is self.transfer[0]
+        inward = stream.name != "out"
         on_host, on_device = (source, target) if inward else (target, source)
         region = self._regions.get(on_device.data_ptr())
         uses = {self.current().name: self.asked} if region is None else region.last_uses

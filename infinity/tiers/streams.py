@@ -169,6 +169,9 @@ class StreamDevice(DeviceAdapter):
         self.streams = streams
         self.faults = DeviceFaults(name)
         self._in = streams.new_stream("in")
+        # Of `copy`, which waits for the computation so far: weights that come on `in` would wait,
+        # too.
+        self._in_behind = streams.new_stream("in-behind")
         self._out = streams.new_stream("out")
         self._decoder: Stream | None = None
         self._clock: _DeviceClock | None = None  # Made when a trace needs one: that waits once.
@@ -320,7 +323,7 @@ class StreamDevice(DeviceAdapter):
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         inward = self.is_on_host(source)
         stream, on_host, on_device = (
-            (self._in, source, target) if inward else (self._out, target, source)
+            (self._in_behind, source, target) if inward else (self._out, target, source)
         )
         owner = self.streams.current()
         with self._copying:
@@ -368,7 +371,7 @@ class StreamDevice(DeviceAdapter):
         owner: Stream | None = None,
     ) -> StreamCopy:
         assert on_host.dtype == on_device.dtype  # A conversion would need memory of its own.
-        inward = stream is self._in
+        inward = stream is not self._out
         nbytes = on_host.numel() * on_host.element_size()
         asked_ns = time.monotonic_ns()
         begun = self._begin_trace(stream, nbytes)

@@ -430,7 +430,7 @@ def test_streams_of_transfers_on_cuda_go_before_those_that_compute(
         device = CudaDevice(HostPool(arena, Counters()), Counters(), index=0)
         device.streams.new_stream("side")
         unpin(arena, Runtime(0))
-    assert made == [-1, -1, -1]
+    assert made == [-1] * 4
 
 
 def test_a_device_that_has_failed_gives_the_arena_back(monkeypatch: pytest.MonkeyPatch) -> None:
