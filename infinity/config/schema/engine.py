@@ -31,8 +31,7 @@ class Io(Section):
     """Largest single request to a drive."""
     queue_depth: Annotated[Literal["auto"] | int, auto_or(integer(1, 1024))] = "auto"
     """Requests of `block_size` in flight on one drive. "auto" finds the number while the drive
-    works, with 8 to 32 MiB in flight. It takes more only if that is more than 3 % faster, because
-    an urgent read waits behind what is in flight."""
+    works, with 8 to 32 MiB in flight; an urgent read waits behind them."""
     rings: Annotated[int, integer(1, 16)] = 1
     """For experts: io_uring instances per drive, each with a thread, that share its queue and
     depth. More than one pays only if one thread cannot feed the drive. Each pins the arena once
@@ -45,10 +44,9 @@ class Io(Section):
     stripe: Annotated[int, size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = 4 * MIB
     """Consecutive bytes on one path before the bytes continue on the next path."""
     verify: Flag = True
-    """Keep a CRC32C of every written page and compare it when the page is read. A page that changed
-    on the drive ends training with an error that names its place. The checksums cost 1 MiB of
-    memory per GiB on the drives, and processor time. Without them training uses and saves a changed
-    page unnoticed; only commits are still checked."""
+    """Keep a CRC32C of every written page and compare it when the page is read: a page that changed
+    on the drive ends training with an error that names its place. This costs 1 MiB of memory per
+    GiB on the drives, and processor time. Without it a changed page is used unnoticed."""
 
 
 class Schedule(Section):
@@ -65,34 +63,29 @@ class Schedule(Section):
     Never changes a result."""
     update_on: Annotated[UpdateOn, choice(UpdateOn)] = "auto"
     """Which processor computes the update: the "host", or the "device", to which state travels
-    unless it rests there. "auto" measures both and the link for half a second in
-    `infinity.offload`, and takes the device if it is clearly faster. Updates with 8-bit moments run
-    on the host. Never changes a result."""
+    unless it rests there. "auto" measures both in `infinity.offload` and takes the device if it is
+    clearly faster. Updates with 8-bit moments run on the host. Never changes a result."""
     micro_batch: Annotated[int, integer(1)] | None = None
     """Sequences of one micro-batch. All micro-batches of a batch of `[train]` pass one block before
-    the next block. A block is then fetched once per forward and once per backward, for any number
-    of micro-batches, and its forward is repeated in the backward. In stages 2 and 3 the host budget
-    then reserves memory for sums of gradients."""
+    the next one, so a block is fetched twice a step for any number of them, and its forward is
+    repeated in the backward. In stages 2 and 3 the host budget then reserves memory for sums of
+    gradients."""
     tile: Annotated[Literal["auto"] | int | None, auto_or(or_off(size(minimum=64 * KIB)))] = "auto"
     """Largest tile, in bytes. Linear layers and embeddings with a larger weight, and packed experts
     that are larger together, run as tiles of at most this size (at least one expert), fetched one
     after the other. "auto" makes tiles only if the model does not fit otherwise, or if a device
-    decodes experts and has no space for those of the next layer; 0 makes none. Results agree to
-    rounding: the gradient of a linear layer's input is summed over its tiles."""
+    cannot decode the next layer's experts meanwhile; 0 makes none. Results agree to rounding."""
     tile_micro_batches: Annotated[int, integer(1)] = 4
     """Micro-batches of `infinity.forward_backward` that pass a block with tiles of linear layers
-    together. One fetch of a tile serves all of them, and memory holds the block's activations for
-    all of them. Tiles of experts serve all micro-batches; up to this many keep their graph between
-    the two parts of the backward. Never changes a result."""
+    together: one fetch of a tile serves them, and memory holds the block's activations for all of
+    them. Tiles of experts serve all micro-batches. Never changes a result."""
     experts: Annotated[ExpertProducts, choice(ExpertProducts)] = "auto"
     """How a tile of experts computes. "exact" runs the forward of the experts' class, one
-    micro-batch after the other; with the loop of transformers (`experts_implementation="eager"`)
-    its results have the loop's bits. "grouped" is one product for all experts of a tile, and where
-    the device is shown to compute each row by itself, for all micro-batches of
-    `infinity.forward_backward`. Its rows have the bits of transformers' `grouped_mm`; it agrees
-    with the loop to rounding. "auto" is "grouped" on a GPU for models that use `grouped_mm` (the
-    default of transformers), else "exact". Experts that `tile` does not cut run as their class
-    does; "grouped" makes one tile of them."""
+    micro-batch after the other, with the bits of `experts_implementation="eager"`. "grouped" is one
+    product for all experts of a tile, where possible for all micro-batches; its rows have the bits
+    of transformers' `grouped_mm`, and it agrees with the loop to rounding. "auto" is "grouped" on a
+    GPU for models that use `grouped_mm` (the default of transformers), else "exact". Experts that
+    `tile` does not cut run as their class does; "grouped" makes one tile of them."""
     update_chunk: Annotated[int, size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = 16 * MIB
     """Bytes of each kind of state in one chunk of the optimizer's update; four times as many if no
     state travels."""
@@ -120,10 +113,9 @@ class Distributed(Section):
     node then reads all frozen weights, and none of them passes the network. Trained state is
     divided over all ranks either way. Nodes must have equally many ranks. The bits are the same."""
     timeout_s: Annotated[int, integer(1)] = 600
-    """Seconds that a rank waits, until the model is offloaded, for a living rank that does not come
-    because it compiles or its file system is slow. In training the wait for a living rank has no
-    limit. A rank that dies is named within seconds, a process that hangs after this time, but after
-    5 seconds at least and 20 at most."""
+    """Seconds that a rank waits, until the model is offloaded, for a living rank that does not
+    come. In training that wait has no limit. A rank that dies is named within seconds, a process
+    that hangs after this time, but after 5 to 20 seconds."""
     reduce_buffer: Annotated[Literal["auto"] | int, auto_or(size())] = "auto"
     """Host bytes of a rank's budget for gradients of other ranks that wait to be summed. When the
     buffer is full, gradients wait on nvme if state rests there; otherwise their sender waits.

@@ -182,9 +182,9 @@ class AdapterConfig(Section):
         AfterValidator(_one_word_alone),
     ] = (AUTO_TARGETS,)
     """Modules that get an adapter, by name as PEFT's `target_modules`: "q_proj" is every module
-    whose name ends so. "auto" is every linear layer of attention, of dense MLPs and of shared
-    experts, without routers, the head, and names that PEFT takes for routed experts
-    (docs/ADAPTERS.md). "all-linear" is every linear layer except the head."""
+    whose name ends so. "auto" is every linear layer of attention, dense MLPs and shared experts,
+    without routers and the head (docs/ADAPTERS.md). "all-linear" is every linear layer except the
+    head."""
     experts: Flag = False
     """Also adapt the routed experts, whose weights are packed in parameters of three dimensions, as
     PEFT's `target_parameters`. A rank-16 adapter of every expert has many parameters: ask `infinity

@@ -149,9 +149,8 @@ class Placement(Section):
     """Accumulated gradients."""
     activations: TierList = ("device",)
     """Layer inputs that wait for the backward of `schedule.micro_batch`. With ["host", "nvme"] the
-    host takes them in place of weights that are only kept, as long as enough is left to fetch
-    weights ahead; NVMe takes the rest. Without a GPU, host and device are the same memory, and
-    these inputs are outside the host budget."""
+    host takes them in place of weights that are only kept; NVMe takes the rest. Without a GPU these
+    inputs are outside the host budget."""
     experts: TierList = ("device",)
     """Hidden states and sums of micro-batches that wait while a tile of experts runs for another
     one (`schedule.tile`). Every tile moves them to the device and back, so use another tier only
