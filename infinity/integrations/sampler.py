@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 from infinity.bounded import MAX_JSON_NBYTES
 from infinity.errors import ConfigError, InfinityError, UnsupportedError, listed, reporting
@@ -33,13 +33,7 @@ _AT_ONCE = 64  # Requests to a server, which batches them.
 _PREFIX = "token_id:"  # Of a token that vLLM writes as its id.
 
 Method = Literal["echo", "prompt_logprobs", "next token"]
-
-
-class SampledTokens(NamedTuple):
-    """Token ids that a server has sampled, and the log-probability of each."""
-
-    ids: list[int]
-    logprobs: list[float]
+Sampled: TypeAlias = tuple[list[int], list[float]]  # Token ids, and the log-probability of each.
 
 
 class Server:
@@ -65,10 +59,10 @@ class Server:
         found = self._ask("v1/models", timeout_s=_GREETING_TIMEOUT_S)
         return [str(model["id"]) for model in found.get("data", []) if "id" in model]
 
-    def only_model(self, remedy: str) -> str:
-        """Returns the name of the model of a server that has one. Raises ConfigError with `remedy`
-        for another."""
-        names = self.models()
+    def only_model(self, remedy: str, *, but: str | None = None) -> str:
+        """Returns the name of the model of a server that has one, `but` those with this beginning.
+        Raises ConfigError with `remedy` for another."""
+        names = [name for name in self.models() if but is None or not name.startswith(but)]
         if len(names) != 1:
             raise ConfigError(f"{self.url} has {listed(names) or 'no model'}; {remedy}")
         return names[0]
@@ -100,7 +94,7 @@ class Server:
 
     def sample(
         self, model: str, prompt: Sequence[int], count: int, **options: Any
-    ) -> list[SampledTokens]:
+    ) -> list[Sampled]:
         """Returns completions of a prompt, with the last token (end of text) where one has ended.
         Raises ConfigError for a server that does not say which tokens it has sampled: the tokens of
         its text may be others.
@@ -109,14 +103,14 @@ class Server:
         """
         body = {"n": count, "logprobs": 1, "return_token_ids": True} | options
         choices = self._choices(model, prompt, return_tokens_as_token_ids=True, **body)
-        found = [_sampled(choice) for choice in choices]
-        if len(found) != count or not all(found):
+        found = [sampled for choice in choices if (sampled := _sampled(choice)) is not None]
+        if len(found) != count:
             raise ConfigError(
                 f"{self.url} gives no token ids with their log-probabilities of {model!r}; "
                 "expected a server whose /v1/completions takes `return_token_ids` and `logprobs` "
                 "(vLLM since 0.10.2)"
             )
-        return [completion for completion in found if completion]
+        return found
 
     def load_adapter(self, base: str, name: str, directory: Path) -> str:
         """Makes the server read an adapter under this name. Returns the name of the model with it.
@@ -208,19 +202,16 @@ class _RefusedError(ConfigError):
     """The server answered a request with an error."""
 
 
-def _sampled(choice: dict[str, Any]) -> SampledTokens | None:
+def _sampled(choice: dict[str, Any]) -> Sampled | None:
     """Returns the tokens of a choice, or None where it does not say which they are."""
     said = choice.get("logprobs") or {}
-    rows, tokens = said.get("content") or [], said.get("tokens") or []
-    ids = choice.get("token_ids") or choice.get("response_token_ids") or []
-    if not ids and rows and all("id" in row for row in rows):
-        ids = [row["id"] for row in rows]
-    if not ids and all(str(token).startswith(_PREFIX) for token in tokens):
-        ids = [token.removeprefix(_PREFIX) for token in tokens]
-    values = said.get("token_logprobs") or [row.get("logprob") for row in rows]
+    values, written = said.get("token_logprobs") or [], said.get("tokens") or []
+    ids = choice.get("token_ids") or choice.get("response_token_ids")
+    if not ids and all(str(token).startswith(_PREFIX) for token in written):
+        ids = [token.removeprefix(_PREFIX) for token in written]
     if not ids or len(ids) != len(values) or None in values:
         return None
-    return SampledTokens([int(token) for token in ids], [float(value) for value in values])
+    return [int(token) for token in ids], [float(value) for value in values]
 
 
 class ServerSampler:
@@ -244,9 +235,10 @@ class ServerSampler:
         key: str | None = None,
     ) -> None:
         self._server = Server(url, key=key)
-        self._base = model or self._server.only_model("name the base with `model`")
+        # A run that has died may have left an adapter there.
+        remedy = "name the base with `model`"
+        self._base = model or self._server.only_model(remedy, but="infinity-")
         self._directory = None if directory is None else Path(directory).absolute()
-        self._served: tuple[str, Path] | None = None  # The adapter that the server has now.
         self._model = self._base
         self._server.sample(self._base, [1], 1, max_tokens=1)
 
@@ -271,8 +263,8 @@ class ServerSampler:
         )
 
     def sync_weights(self) -> None:
-        """Writes the adapter and lets the server read it. TRL calls this before it generates, if a
-        step was made since. All ranks call it; the first one writes."""
+        """Writes the adapter and lets the server read it in place of the one before. TRL calls this
+        before it generates, if a step was made since. All ranks call it; the first one writes."""
         from accelerate.utils import broadcast_object_list
 
         from infinity.engine.registry import engine_of
@@ -281,21 +273,18 @@ class ServerSampler:
         assert directory is not None
         mark = hashlib.sha256(str(directory).encode()).hexdigest()[:8]
         name, adapter = f"infinity-{mark}-{trainer.state.global_step}", trainer.model.active_adapter
-        place, before = directory / name, self._served
         with self._running(), engine_of(trainer.model).ranks.collective_section("hand over"):
             if trainer.accelerator.is_main_process:
+                for before in directory.glob(f"infinity-{mark}-*"):  # Also of a run that has died.
+                    self._server.unload_adapter(before.name)
+                    shutil.rmtree(before, ignore_errors=True)
+                place = directory / name
                 with reporting("write the adapter", place):
-                    shutil.rmtree(place, ignore_errors=True)
                     trainer.model.save_pretrained(
                         place, selected_adapters=[adapter], save_embedding_layers=False
                     )
-                self._server.unload_adapter(name)  # Of a run that this one goes on from.
                 written = place if adapter == "default" else place / adapter
                 self._model = self._server.load_adapter(self._base, name, written)
-                if before is not None:
-                    self._server.unload_adapter(before[0])
-                    shutil.rmtree(before[1], ignore_errors=True)
-        self._served = name, place
         self._model = broadcast_object_list([self._model])[0]
 
     def generate(self, prompts: Sequence[list[int]], images: Any = None, **_: Any) -> Any:
@@ -309,13 +298,13 @@ class ServerSampler:
         seeds = torch.randint(1 << 31, (len(groups),)).tolist()
         options = self._options()
 
-        def sample(group: tuple[list[int], int], seed: int) -> list[SampledTokens]:
+        def sample(group: tuple[list[int], int], seed: int) -> list[Sampled]:
             return self._server.sample(self._model, *group, seed=seed, **options)
 
         with self._running(), ThreadPoolExecutor(_AT_ONCE) as pool:
             found = [one for several in pool.map(sample, groups, seeds) for one in several]
-        logprobs = [[[value] for value in one.logprobs] for one in found]
-        return list(prompts), [one.ids for one in found], logprobs, None
+        logprobs = [[[value] for value in values] for _, values in found]
+        return list(prompts), [ids for ids, _ in found], logprobs, None
 
     def _options(self) -> dict[str, Any]:
         trainer = self._trainer

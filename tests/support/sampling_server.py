@@ -81,10 +81,12 @@ class SamplingServer:
 
     def answer(self, path: str, body: Any) -> tuple[int, Any] | None:
         if path == "/v1/models":
-            return 200, {"data": [{"id": "base"}]}
+            return 200, {"data": [{"id": name} for name in ("base", *self.adapters)]}
         root = "" if self.is_sglang else "/v1"
         name = body.get("lora_name", "")
         if path == f"{root}/load_lora_adapter":
+            if name in self.adapters:
+                return 400, f"The lora adapter '{name}' has already been loaded."
             self.adapters[name] = PeftModel.from_pretrained(
                 self.make_base(), body["lora_path"]
             ).eval()

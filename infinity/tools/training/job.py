@@ -25,7 +25,7 @@ from infinity.tools.training.job_data import JobData, measure, open_data, refuse
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
-from infinity.tools.training.reinforce import measurable, sampler_of
+from infinity.tools.training.reinforce import measure_prompts, sampler_of
 from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 from infinity.tools.training.trainer import batch_of, make_trainer
@@ -137,8 +137,11 @@ def _prepare(
         where = output.path if output is not None else None
         teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, reference, where)
         _give_teacher(trainer, config, data, teacher)
-    rows = trainer.train_dataset if config.train.grpo is None else measurable(trainer, config)
-    num_tokens, largest, sha256 = measure(rows, data.files, config.data.sequence_length)
+    num_tokens, largest, sha256 = (
+        measure(trainer.train_dataset, data.files, config.data.sequence_length)
+        if config.train.grpo is None
+        else measure_prompts(trainer, config)
+    )
     refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
     return Job(
         plan=plan,

@@ -5,6 +5,7 @@ Written against TRL 1.16.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
@@ -22,13 +23,12 @@ from infinity.integrations.sampler import ServerSampler
 from infinity.tools.training.conversation import check_values, messages_of, text_of
 from infinity.tools.training.data_files import Row, read_rows
 
-_ROWS_AT_ONCE = 1000
-
 
 def load_prompts(paths: Sequence[Path]) -> Any:
     """Returns a `datasets.Dataset` of the rows of all files: `prompt`, a text or messages, and
     columns for rewards. Raises ConfigError that names the first record without a prompt."""
     import datasets
+    import pyarrow
 
     def rows() -> Iterator[Row]:
         for path in paths:
@@ -47,44 +47,37 @@ def load_prompts(paths: Sequence[Path]) -> Any:
 
     try:
         return datasets.Dataset.from_list(list(rows()))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = " ".join(str(error).split())
+    except (TypeError, pyarrow.ArrowInvalid) as error:
         raise ConfigError(
-            f"data.paths: the records of {paths[0]} have columns of several kinds: {reason}"
+            f"data.paths: the records of {paths[0]} have columns of several kinds: {error}"
         ) from error
 
 
-def measurable(trainer: Any, config: JobConfig) -> Any:
-    """Returns the prompts as `job_data.measure` takes them: as token ids, and with the bytes of all
-    columns. Raises ConfigError for a prompt that leaves no space for a completion."""
-    import datasets
-
+def measure_prompts(trainer: Any, config: JobConfig) -> tuple[int, int, str]:
+    """Returns what `job_data.measure` does of other data: of the prompts the number of tokens and
+    the largest id, and of all columns a digest. Raises ConfigError for too few prompts, and for one
+    that leaves no space for a completion."""
     assert config.train.grpo is not None
+    rows, length = trainer.train_dataset, config.data.sequence_length
     needed = trainer.args.generation_batch_size // trainer.num_generations
-    if len(trainer.train_dataset) < needed:
+    if len(rows) < needed:
         raise ConfigError(
-            f"the data has too little to train on: {len(trainer.train_dataset)} prompts, and a "
-            f"step learns {needed}: train.batch_size * train.gradient_accumulation_steps / "
-            "train.grpo.num_generations. Give more data or smaller steps"
+            f"the data has too little to train on: {len(rows)} prompts, and a step learns {needed} "
+            "(train.batch_size * train.gradient_accumulation_steps / train.grpo.num_generations)"
         )
-    length, answer = config.data.sequence_length, config.train.grpo.max_completion_length
-    ids: list[list[int]] = []
-    rows = trainer.train_dataset
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        prompts = rows[start : start + _ROWS_AT_ONCE]["prompt"]
-        ids += trainer._tokenize_prompts(prompts)[0]  # noqa: SLF001
-    for number, prompt in enumerate(ids, 1):
-        if len(prompt) + answer > length:
+    most = length - config.train.grpo.max_completion_length
+    digest, count, largest = hashlib.sha256(), 0, 0
+    for number, row in enumerate(rows, 1):
+        [ids], *_ = trainer._tokenize_prompts([row["prompt"]])  # noqa: SLF001
+        if len(ids) > most:
             raise ConfigError(
-                f"data.paths: prompt {number} of those that are learned has {len(prompt)} tokens; "
-                f"expected at most {length - answer}: data.sequence_length={length} less "
-                f"train.grpo.max_completion_length={answer}"
+                f"data.paths: prompt {number} of those that are learned has {len(ids)} tokens; "
+                f"expected at most {most}: data.sequence_length={length} less "
+                "train.grpo.max_completion_length"
             )
-    # A column of this name counts for the digest alone.
-    content = [list(json.dumps(row, sort_keys=True, default=str).encode()) for row in rows]
-    return datasets.Dataset.from_dict({"prompt_ids": ids, "labels": content})
+        count, largest = count + len(ids), max([largest, *ids])
+        digest.update(json.dumps([ids, row], sort_keys=True, default=str).encode())
+    return count, largest, digest.hexdigest()
 
 
 def arguments_of(options: Grpo, config: JobConfig) -> dict[str, Any]:
