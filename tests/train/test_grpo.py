@@ -12,11 +12,12 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError
 from infinity.tools.training import program
+from infinity.tools.training.chat import CHATML
 from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.sampling_server import SamplingServer
 from tests.train.jobs import write_job
@@ -31,7 +32,7 @@ path = "{base}"
 {adapter}
 [data]
 paths = ["prompts.jsonl"]
-sequence_length = 32
+sequence_length = 64
 held_out = 0
 [output]
 directory = "output"
@@ -77,8 +78,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def rows_of(*, is_chat: bool) -> list[dict[str, Any]]:
+    prompts: Any = [[{"role": "user", "content": p[0]}] for p in PROMPTS] if is_chat else PROMPTS
+    return [{"prompt": prompt, "label": i % 5} for i, prompt in enumerate(prompts)]
+
+
+def judge_at(directory: Path, base: Path) -> Path:
+    """A reward model."""
+    torch.manual_seed(5)
+    config = LlamaConfig.from_pretrained(base, num_labels=1, pad_token_id=0)
+    LlamaForSequenceClassification(config).save_pretrained(directory)
+    ByteTokenizer().for_records().save_pretrained(directory)
+    return directory
+
+
 def job_of(directory: Path, base: Path, *, method: str = "grpo", adapter: str = ADAPTER,
-           rest: str = "", **grpo: Any) -> Path:  # fmt: skip
+           rest: str = "", is_chat: bool = False, **grpo: Any) -> Path:  # fmt: skip
     usual = {"num_generations": 2, "max_completion_length": 4}
     usual["rewards"] = [f"{__name__}:{num_ones.__name__}"]
     options = "\n".join(f"{k} = {json.dumps(v)}" for k, v in (usual | grpo).items())
@@ -86,7 +101,7 @@ def job_of(directory: Path, base: Path, *, method: str = "grpo", adapter: str = 
     text = JOB.format(base=base, method=method, adapter=adapter, grpo=options, rest=rest)
     directory.mkdir(parents=True, exist_ok=True)
     write_job(directory, text)
-    rows = [json.dumps({"prompt": p, "label": i % 5}) for i, p in enumerate(PROMPTS)]
+    rows = [json.dumps(row) for row in rows_of(is_chat=is_chat)]
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
     return directory / "job.toml"
 
@@ -101,7 +116,9 @@ def lines_of(job: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def plain(base: Path, method: str, *, lora: bool, beta: float, directory: Path) -> list[Any]:
+def plain(
+    base: Path, method: str, rows: Any, reward: Any, *, lora: bool, beta: float, directory: Path
+) -> list[Any]:
     """What plain TRL logs."""
     torch.set_num_threads(1)
     model: Any = LlamaForCausalLM.from_pretrained(base)
@@ -115,10 +132,11 @@ def plain(base: Path, method: str, *, lora: bool, beta: float, directory: Path) 
         save_strategy="no", report_to=[], use_cpu=True, bf16=False, seed=0, data_seed=0,
         num_generations=2, max_completion_length=4, beta=beta, remove_unused_columns=False,
     )  # fmt: skip
-    rows = Dataset.from_dict({"prompt": PROMPTS, "label": [i % 5 for i in range(12)]})
+    tokenizer = ByteTokenizer().for_records()
+    tokenizer.chat_template = CHATML
     trainer = getattr(trl, f"{kind}Trainer")(
-        model=model, args=args, reward_funcs=num_ones, train_dataset=rows,
-        processing_class=ByteTokenizer().for_records(),
+        model=model, args=args, reward_funcs=reward, train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
     )  # fmt: skip
     torch.manual_seed(0)
     trainer.train()
@@ -129,16 +147,21 @@ def plain(base: Path, method: str, *, lora: bool, beta: float, directory: Path) 
     ("method", "lora", "options"),
     [
         ("grpo", True, {"beta": 0.1}),
-        ("grpo", False, {}),
+        ("grpo", False, {"is_chat": True}),
         ("grpo", False, {"beta": 0.1}),
         ("rloo", True, {"beta": 0.1}),
+        ("grpo", True, {"reward_model": "../judge", "rewards": []}),
     ],
 )
 def test_a_run_is_that_of_plain_trl(
     method: str, lora: bool, options: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
     beta = options.get("beta", 0.0)
-    expected = plain(base, method, lora=lora, beta=beta, directory=tmp_path / "plain")
+    reward: Any = num_ones
+    if "reward_model" in options:
+        reward = options["reward_model"] = str(judge_at(tmp_path / "judge", base))
+    rows = rows_of(is_chat=options.get("is_chat", False))
+    expected = plain(base, method, rows, reward, lora=lora, beta=beta, directory=tmp_path / "plain")
     job = job_of(tmp_path, base, method=method, adapter=ADAPTER * lora, **options)
     lines = train(job)
     assert len(lines) == len(expected) == STEPS
@@ -176,12 +199,15 @@ def test_a_server_samples_and_a_run_that_it_has_ended_goes_on(base: Path, tmp_pa
     ("options", "said"),
     [
         ({"sampler": "http://127.0.0.1:1"}, "does not answer"),
-        ({"sampler": "vllm"}, 'train.grpo.sampler: expected "transformers", "continuous" or http'),
+        ({"sampler": "vllm"}, 'train.grpo.sampler: expected "transformers" or http'),
         ({"sampler": "http://127.0.0.1:1", "adapter": ""}, "this run trains all weights"),
-        ({"sampler": "http://127.0.0.1:1", "method": "rloo"}, 'or "continuous" with "rloo"'),
+        (
+            {"sampler": "http://127.0.0.1:1", "method": "rloo"},
+            'expected "transformers" with method = "rloo"',
+        ),
         ({"method": "sft"}, r'expected \[train.grpo\] with method = "grpo" or "rloo"'),
         ({"num_generations": 3}, "num_generations|divisible"),
-        ({"max_completion_length": 20}, "expected at most 12: data.sequence_length=32"),
+        ({"max_completion_length": 52}, "expected at most 12: data.sequence_length=64"),
         ({"rewards": ["nowhere:at_all"]}, "train.grpo.rewards: nowhere:at_all: No module"),
         ({"rewards": ["json:at_all"]}, "json has no function 'at_all'"),
         ({"rewards": ["json"]}, "expected module:function; got 'json'"),

@@ -89,9 +89,8 @@ class Grpo(Section):
     beta: Annotated[float, number(minimum=0)] = 0.0
     """Strength with which the model is held to that before training."""
     sampler: Annotated[str, some_text("a sampler")] = "transformers"
-    """ "transformers" generates with the model that is trained; "continuous" too, by continuous
-    batching. The address of an OpenAI-compatible server, "http://HOST:PORT", lets that generate for
-    "grpo" with [adapter]."""
+    """ "transformers" generates with the model that is trained. The address of an OpenAI-compatible
+    server, "http://HOST:PORT", lets that generate for "grpo" with [adapter]."""
     sampler_directory: Location | None = Field(
         None, json_schema_extra={"x-default": "`sampler` inside output.directory"}
     )
@@ -111,8 +110,8 @@ class Grpo(Section):
             module, _, function = name.partition(":")
             if not (all(map(str.isidentifier, module.split("."))) and function.isidentifier()):
                 faults.append(fault(f"expected module:function; got {name!r}", "rewards"))
-        if not self.is_served and self.sampler not in ("transformers", "continuous"):
-            text = f'expected "transformers", "continuous" or http://...; got {self.sampler!r}'
+        if not self.is_served and self.sampler != "transformers":
+            text = f'expected "transformers" or http://HOST:PORT; got {self.sampler!r}'
             faults.append(fault(text, "sampler"))
         refuse_all(faults)
         return self
@@ -201,7 +200,7 @@ class Train(Section):
             text = f'expected 0 with "{self.method}", whose rewards are in the metrics'
             raise refuse(text, self.eval_every)
         if self.grpo is not None and self.grpo.is_served and self.method == "rloo":
-            raise conflict('grpo.sampler: expected "transformers" or "continuous" with "rloo"')
+            raise conflict('grpo.sampler: expected "transformers" with method = "rloo"')
         return self
 
     @field_validator("warmup_steps")

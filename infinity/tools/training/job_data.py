@@ -76,7 +76,7 @@ def open_data(
                 f'"{train_options.method}" learns records with {needs[train_options.method]}'
             )
         if records and train_options.grpo is not None:
-            return load_prompts(records), "prompts", records[0]
+            return load_prompts(records, tokenizer.for_records()), "prompts", records[0]
         if records:
             rows, kind, processor = read_records(records, config, tokenizer, vocab_size)
             processors.append(processor)

@@ -20,13 +20,15 @@ from infinity.config.swap import JobConfig
 from infinity.errors import ConfigError
 from infinity.integrations.rollouts import generates
 from infinity.integrations.sampler import ServerSampler
+from infinity.tools.training.chat import CHATML
 from infinity.tools.training.conversation import check_values, messages_of, text_of
 from infinity.tools.training.data_files import Row, read_rows
 
 
-def load_prompts(paths: Sequence[Path]) -> Any:
+def load_prompts(paths: Sequence[Path], tokenizer: Any) -> Any:
     """Returns a `datasets.Dataset` of the rows of all files: `prompt`, a text or messages, and
-    columns for rewards. Raises ConfigError that names the first record without a prompt."""
+    columns for rewards. Gives a tokenizer without a chat template ChatML. Raises ConfigError that
+    names the first record without a prompt."""
     import datasets
     import pyarrow
 
@@ -36,6 +38,7 @@ def load_prompts(paths: Sequence[Path]) -> Any:
                 at, prompt = f"data.paths: {path}: record {number}", row.get("prompt")
                 check_values(row, at)
                 if isinstance(prompt, list):
+                    tokenizer.chat_template = tokenizer.chat_template or CHATML
                     yield row | {"prompt": messages_of(prompt, at, "prompt")}
                 elif prompt:
                     yield row | {"prompt": text_of(prompt, f"{at}: prompt")}
@@ -68,10 +71,14 @@ def measure_prompts(trainer: Any, config: JobConfig) -> tuple[int, int, str]:
     most = length - config.train.grpo.max_completion_length
     digest, count, largest = hashlib.sha256(), 0, 0
     for number, row in enumerate(rows, 1):
-        [ids], *_ = trainer._tokenize_prompts([row["prompt"]])  # noqa: SLF001
+        at = f"data.paths: prompt {number} of those that are learned"
+        try:
+            [ids], *_ = trainer._tokenize_prompts([row["prompt"]])  # noqa: SLF001
+        except Exception as error:  # A chat template raises any.
+            raise ConfigError(f"{at}: the chat template cannot write it: {error}") from error
         if len(ids) > most:
             raise ConfigError(
-                f"data.paths: prompt {number} of those that are learned has {len(ids)} tokens; "
+                f"{at} has {len(ids)} tokens; "
                 f"expected at most {most}: data.sequence_length={length} less "
                 "train.grpo.max_completion_length"
             )
@@ -88,7 +95,6 @@ def arguments_of(options: Grpo, config: JobConfig) -> dict[str, Any]:
         "temperature": options.temperature,
         # Of all weights, TRL would load a reference itself.
         "beta": options.beta if config.adapter is not None else 0.0,
-        "use_transformers_continuous_batching": options.sampler == "continuous",
         "shuffle_dataset": config.data.shuffle,
         "remove_unused_columns": False,
     }
