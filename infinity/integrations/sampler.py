@@ -18,14 +18,13 @@ import os
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from infinity.bounded import MAX_JSON_NBYTES
-from infinity.errors import ConfigError, InfinityError, UnsupportedError, listed, reporting
+from infinity.errors import ConfigError, UnsupportedError, listed, reporting
 
 _TIMEOUT_S, _GREETING_TIMEOUT_S = 600, 30
 _TOP = 100  # Tokens that a server without the log-probabilities of prompts gives at each position.
@@ -195,7 +194,10 @@ class Server:
                 f"{error.code} {error.read(500).decode(errors='replace')}"
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            raise ConfigError(f"{self.url}/{path} does not answer: {error}") from None
+            raise ConfigError(
+                f"{self.url}/{path} does not answer: {error}. Start the server (again); a run that "
+                "needs it goes on from its last checkpoint"
+            ) from None
 
 
 class _RefusedError(ConfigError):
@@ -273,7 +275,7 @@ class ServerSampler:
         assert directory is not None
         mark = hashlib.sha256(str(directory).encode()).hexdigest()[:8]
         name, adapter = f"infinity-{mark}-{trainer.state.global_step}", trainer.model.active_adapter
-        with self._running(), engine_of(trainer.model).ranks.collective_section("hand over"):
+        with engine_of(trainer.model).ranks.collective_section("hand over an adapter"):
             if trainer.accelerator.is_main_process:
                 for before in directory.glob(f"infinity-{mark}-*"):  # Also of a run that has died.
                     self._server.unload_adapter(before.name)
@@ -301,31 +303,16 @@ class ServerSampler:
         def sample(group: tuple[list[int], int], seed: int) -> list[Sampled]:
             return self._server.sample(self._model, *group, seed=seed, **options)
 
-        with self._running(), ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
             found = [one for several in pool.map(sample, groups, seeds) for one in several]
         logprobs = [[[value] for value in values] for _, values in found]
         return list(prompts), [ids for ids, _ in found], logprobs, None
 
     def _options(self) -> dict[str, Any]:
         trainer = self._trainer
-        options = {
-            "max_tokens": trainer.max_completion_length,
-            "temperature": trainer.temperature,
-            "top_p": trainer.top_p,
-            "top_k": trainer.top_k or None,
-            "min_p": trainer.min_p,
-            "repetition_penalty": trainer.repetition_penalty,
-        } | (trainer.args.generation_kwargs or {})
-        usual = {"top_p": 1.0, "repetition_penalty": 1.0}  # Not every server knows these names.
-        return {k: v for k, v in options.items() if v is not None and usual.get(k) != v}
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Adds to the error of a server what becomes of the run."""
-        try:
-            yield
-        except ConfigError as error:
-            raise InfinityError(
-                f"the sampler has failed: {error}. Nothing of the steps so far is lost: start it "
-                "again, and resume from the last checkpoint"
-            ) from error
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        options = {name: getattr(trainer, name) for name in names}
+        usual = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "min_p": None}
+        options = {k: v for k, v in options.items() if k not in usual or usual[k] != v}
+        more = trainer.args.generation_kwargs or {}
+        return {"max_tokens": trainer.max_completion_length, **options, **more}

@@ -14,13 +14,11 @@ from infinity.config.values import (
     auto_or,
     choice,
     conflict,
-    fault,
     file_name,
     integer,
     number,
     or_off,
     refuse,
-    refuse_all,
     size,
     some_text,
 )
@@ -103,17 +101,11 @@ class Grpo(Section):
 
     @model_validator(mode="after")
     def _can_be(self) -> Grpo:
-        faults = []
         if not self.rewards and self.reward_model is None:
-            faults.append(fault("expected rewards, reward_model or both; got neither", "rewards"))
-        for name in self.rewards:
-            module, _, function = name.partition(":")
-            if not (all(map(str.isidentifier, module.split("."))) and function.isidentifier()):
-                faults.append(fault(f"expected module:function; got {name!r}", "rewards"))
+            raise conflict("expected rewards, reward_model or both; got neither")
         if not self.is_served and self.sampler != "transformers":
-            text = f'expected "transformers" or http://HOST:PORT; got {self.sampler!r}'
-            faults.append(fault(text, "sampler"))
-        refuse_all(faults)
+            came = f"got {self.sampler!r}"
+            raise conflict(f'sampler: expected "transformers" or http://HOST:PORT; {came}')
         return self
 
 

@@ -6,12 +6,12 @@ Written against TRL 1.16.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 import os
+import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +32,18 @@ def load_prompts(paths: Sequence[Path], tokenizer: Any) -> Any:
     import datasets
     import pyarrow
 
-    def rows() -> Iterator[Row]:
-        for path in paths:
-            for number, row in enumerate(read_rows(path, list), 1):
-                at, prompt = f"data.paths: {path}: record {number}", row.get("prompt")
-                check_values(row, at)
-                if isinstance(prompt, list):
-                    tokenizer.chat_template = tokenizer.chat_template or CHATML
-                    yield row | {"prompt": messages_of(prompt, at, "prompt")}
-                elif prompt:
-                    yield row | {"prompt": text_of(prompt, f"{at}: prompt")}
-                else:
-                    raise ConfigError(
-                        f'{at} has the columns {", ".join(row)}; expected "prompt", a text or '
-                        "messages, and columns for rewards beside it"
-                    )
-
+    rows: list[Row] = []
+    for path in paths:
+        for number, row in enumerate(read_rows(path, list), 1):
+            at, prompt = f"data.paths: {path}: record {number}", row.get("prompt")
+            check_values(row, at)
+            if isinstance(prompt, list):
+                tokenizer.chat_template = tokenizer.chat_template or CHATML
+                rows.append(row | {"prompt": messages_of(prompt, at, "prompt")})
+            else:
+                rows.append(row | {"prompt": text_of(prompt, f"{at}: prompt")})
     try:
-        return datasets.Dataset.from_list(list(rows()))
+        return datasets.Dataset.from_list(rows)
     except (TypeError, pyarrow.ArrowInvalid) as error:
         raise ConfigError(
             f"data.paths: the records of {paths[0]} have columns of several kinds: {error}"
@@ -76,13 +70,12 @@ def measure_prompts(trainer: Any, config: JobConfig) -> tuple[int, int, str]:
             [ids], *_ = trainer._tokenize_prompts([row["prompt"]])  # noqa: SLF001
         except Exception as error:  # A chat template raises any.
             raise ConfigError(f"{at}: the chat template cannot write it: {error}") from error
-        if len(ids) > most:
+        if not 0 < len(ids) <= most:
             raise ConfigError(
-                f"{at} has {len(ids)} tokens; "
-                f"expected at most {most}: data.sequence_length={length} less "
-                "train.grpo.max_completion_length"
+                f"{at} has {len(ids)} tokens; expected 1 to {most}: data.sequence_length={length} "
+                "less train.grpo.max_completion_length"
             )
-        count, largest = count + len(ids), max([largest, *ids])
+        count, largest = count + len(ids), max(largest, *ids)
         digest.update(json.dumps([ids, row], sort_keys=True, default=str).encode())
     return count, largest, digest.hexdigest()
 
@@ -129,35 +122,21 @@ def measuring(trainer: Any) -> Callable[[], dict[str, float]]:
 
 def rewards_of(options: Grpo) -> list[Any]:
     """Returns reward functions, and the directory of a reward model, which TRL loads into memory.
-    Raises ConfigError for a function that is not there."""
-    found: list[Any] = [_function(name) for name in options.rewards]
-    if options.reward_model is None:
-        return found
-    if not (options.reward_model / "config.json").is_file():
-        raise ConfigError(
-            f"train.grpo.reward_model: {options.reward_model} is no directory of a model: it has "
-            "no config.json"
-        )
-    return [*found, str(options.reward_model)]
-
-
-def _function(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    here = os.getcwd()  # As `python -m` has it.
-    sys.path.insert(0, here)
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except ImportError as error:
-        raise ConfigError(
-            f"train.grpo.rewards: {name}: {error}; expected module:function, of a module that "
-            f"Python finds from {here}"
-        ) from error
-    finally:
-        sys.path.remove(here)
-    if not callable(found):
-        raise ConfigError(f"train.grpo.rewards: {name}: {module} has no function {attribute!r}")
-    function: Callable[..., Any] = found
-    return function
+    Raises ConfigError for one that is not there."""
+    found: list[Any] = []
+    sys.path.append(os.getcwd())  # Where `python -m` finds modules, too.
+    for name in options.rewards:
+        try:
+            found.append(pkgutil.resolve_name(name))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"train.grpo.rewards: {name}: {error}; expected module:function, of a module that "
+                f"Python finds from {os.getcwd()}"
+            ) from error
+    path = options.reward_model
+    if path is not None and not (path / "config.json").is_file():
+        raise ConfigError(f"train.grpo.reward_model: expected a directory of a model; got {path}")
+    return found if path is None else [*found, str(path)]
 
 
 def sampler_of(config: JobConfig) -> ServerSampler | None:
