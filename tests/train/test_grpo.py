@@ -169,6 +169,8 @@ def test_a_run_is_that_of_plain_trl(
         for name in ("loss", "reward", "entropy", *(["kl"] if beta else [])):
             assert line[name] == row[name], (name, line, row)
     assert len({line["reward"] for line in lines}) > 1
+    seen = sum(line["num_tokens"] for line in lines)
+    assert seen == expected[-1]["num_tokens"] and isinstance(seen, int)
 
 
 def server_of(base: Path, **faults: Any) -> SamplingServer:

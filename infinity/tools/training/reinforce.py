@@ -113,7 +113,7 @@ def measuring(trainer: Any) -> Callable[[], dict[str, float]]:
         found = {}
         for name, values in metrics.items():
             new = [value for value in values[before.get(name, 0) :] if math.isfinite(value)]
-            if new and name != "step_time":
+            if new and name not in ("step_time", "num_tokens"):  # The run has its own.
                 found[name] = sum(new) / len(new)
         return found
 
