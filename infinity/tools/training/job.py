@@ -137,11 +137,7 @@ def _prepare(
         where = output.path if output is not None else None
         teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, reference, where)
         _give_teacher(trainer, config, data, teacher)
-    num_tokens, largest, sha256 = (
-        measure(trainer.train_dataset, data.files, config.data.sequence_length)
-        if config.train.grpo is None
-        else measure_prompts(trainer, config)
-    )
+    num_tokens, largest, sha256 = _measured(trainer, config, data)
     refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
     return Job(
         plan=plan,
@@ -161,6 +157,12 @@ def _prepare(
         sampler=sampler,
         started_s=started_s,
     )
+
+
+def _measured(trainer: Any, config: JobConfig, data: JobData) -> tuple[int, int, str]:
+    if config.train.grpo is not None:
+        return measure_prompts(trainer, config)
+    return measure(trainer.train_dataset, data.files, config.data.sequence_length)
 
 
 def _give_teacher(trainer: Any, config: JobConfig, data: JobData, teacher: Teacher) -> None:
