@@ -226,11 +226,8 @@ def to_markdown() -> str:
         RULES, lambda rule: (rule.usual, rule.ours, rule.reason)
     ):
         keys = ", ".join(
-            f"`{rule.key}{'.*' if rule.nested and _is_section(rule) else ''}`" for rule in rules
+            f"`{rule.key}{'.*' * (rule.nested and (rule.usual == 'refused' or '.' in rule.key))}`"
+            for rule in rules
         )
         rows.append(f"| {keys} | {usual} | {f'`{ours}`' if ours else ''} | {reason} |")
     return "\n".join(rows) + "\n"
-
-
-def _is_section(rule: Rule) -> bool:
-    return rule.usual == "refused" or "." in rule.key

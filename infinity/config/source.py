@@ -134,7 +134,8 @@ def _bound_expansion(root: Any) -> None:
     waiting, open_nodes = [root], set()
     while waiting:
         node = waiting[-1]
-        children = _child_nodes(node)
+        rows = [] if isinstance(node.value, str) else node.value
+        children = [cell for row in rows for cell in (row if isinstance(row, tuple) else (row,))]
         left = [child for child in children if id(child) not in counts]
         if id(node) not in counts and left:
             open_nodes.add(id(node))
@@ -153,12 +154,6 @@ def _bound_expansion(root: Any) -> None:
         if depth > MAX_DEPTH:
             raise MalformedError(f"it is nested too deeply: more than {MAX_DEPTH} levels", line)
         counts[id(node)] = count, depth
-
-
-def _child_nodes(node: Any) -> list[Any]:
-    if isinstance(node.value, str):
-        return []
-    return [cell for row in node.value for cell in (row if isinstance(row, tuple) else (row,))]
 
 
 def _yaml_loader(yaml: Any) -> Callable[[str], Any]:

@@ -108,6 +108,9 @@ class SwapConfig(Section):
             if adapter.experts:
                 text = "expected false in each of several adapters: PEFT has one for experts"
                 faults.append(fault(text, *place, "experts"))
+            if adapter.experts_full:
+                text = "expected none in each of several adapters: experts have weights once"
+                faults.append(fault(text, *place, "experts_full"))
         places = [config.output.directory for config in self.of_adapters()]
         if self.adapters and (self.adapter or len(set(places)) < len(places)):
             text = "expected a directory of its own for each, and no [adapter] beside [[adapter]]"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from infinity.modules.reading.adapters import (
     derived_parameters,
     values_of_adapters,
 )
+from infinity.modules.reading.dtypes import models_in
 from infinity.modules.reading.empty_weights import is_to_come
 from infinity.modules.reading.load_plan import LoadPlan
 from infinity.tiers.device import DeviceAdapter
@@ -49,6 +49,12 @@ def fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     without = {param.name for param, original in replaced if original.is_meta}
     copies = [(names[id(copy)], names[id(own)]) for copy, own in copied_parameters(engine.model)]
     in_place = {spec.name for unit in engine.store.units if unit.stored for spec in unit.tensors}
+    own_values = {
+        tiled.handles[index].name_in_model: value
+        for tiled in engine.tiled_params.values()
+        for index, value in tiled.own.items()
+    }
+    in_place |= own_values.keys()  # `weights` need not read these, either.
     to_come -= in_place
     without -= in_place
     for unit in engine.store.units:
@@ -64,6 +70,8 @@ def fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
             without.difference_update(written)
 
         weights.load(write, engine.tile_rows, _with_tiled(in_place, engine))
+    for name, value in own_values.items():
+        engine.write_parameter(name, value())
     if (without if weights is None else to_come) - wanted.keys():
         _initialise(engine, to_come - wanted.keys(), without, seed)
     engine.flush()
@@ -115,7 +123,7 @@ def _initialise(engine: Engine, missing: set[str], without: set[str], seed: int)
     ):
         torch.manual_seed(seed)
         covered: set[int] = set()
-        for model in _transformers_models(engine.model):
+        for model in models_in(engine.model):
             for module in model.modules():
                 # A model built without memory claims to be initialised; adapters are.
                 module._is_hf_initialized = id(module) in adapters
@@ -154,13 +162,6 @@ def _reset(name: str, module: nn.Module, *, kept: set[str], needs: set[str]) -> 
             "reset_parameters() to initialise it; give offload(weights=...), add the method, or "
             "build it outside infinity.init_empty_weights()"
         )
-
-
-def _transformers_models(root: nn.Module) -> list[Any]:
-    """Returns the outermost transformers models in `root`."""
-    if hasattr(root, "initialize_weights") and hasattr(root, "_init_weights"):
-        return [root]
-    return [found for child in root.children() for found in _transformers_models(child)]
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def model_of_shape(
     for layer, block in enumerate(shape.blocks):
         units = _units_of_block(shape, layer, dtype, adapter, stored)
         add(*units, attention_width=block.attention_width)
-        trained_params += adapter_size(block, adapter)[0] if adapter is not None else 0
+        trained_params += adapter_size(block, adapter, layer)[0] if adapter is not None else 0
     add(outside("final norm", "norm", shape.norm), multiplies=False)
     if bool(shape.head) if stored is None else stored.part("head").nbytes > 0:
         add(outside("head", "head", shape.head))
@@ -176,7 +176,7 @@ def _units_of_block(
         active = {w.name: block.per_token(w.numel) for w in block.weights if w.part == "experts"}
         return [_trained(name, block.weights, dtype, active)]
     units = []
-    trained, active_params = (0, 0) if adapter is None else adapter_size(block, adapter)
+    trained, active_params = (0, 0) if adapter is None else adapter_size(block, adapter, layer)
     if trained:
         weight = Weight("adapter", (trained,))
         units.append(_trained(name, (weight,), dtype, {weight.name: active_params}))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -276,21 +275,27 @@ def _attention_width(config: Any) -> int:
     return 2 * heads * (width if isinstance(width, int) else int(config.hidden_size) // heads)
 
 
-def adapter_size(block: BlockShape, adapter: AdapterConfig) -> tuple[int, int]:
-    """Returns the parameters of a block's adapters: all of them, and those that multiply a token. A
-    block without a target has none."""
+def adapter_size(block: BlockShape, adapter: AdapterConfig, layer: int = 0) -> tuple[int, int]:
+    """Returns the parameters of a block's adapters, and of its experts that are trained in full:
+    all of them, and those that multiply a token. A block without a target has none."""
     plain = sum(_params(weight, adapter) for weight in block.weights if _is_target(weight, adapter))
     routed = 0
     if adapter.experts:
-        routed = sum(_params(weight, adapter) for weight in _stacks(block))
+        stacks = (w for w in block.weights if w.part == "experts" and w.is_linear)
+        routed = sum(_params(weight, adapter) for weight in stacks)
+    if block.num_experts:
+        numbers = [re.findall(r"\d+", name) for name in adapter.experts_full or ()]
+        count = sum(number[:1] == [str(layer)] for number in numbers)
+        routed += count * block.numel(of_experts=True) // block.num_experts
     return plain + routed, plain + block.per_token(routed)
 
 
 def refuse_unknown_targets(shape: ModelShape, adapter: AdapterConfig) -> None:
     """Raises ConfigError for a target that no block has, with the names that there are, and for
     routed experts that the model has not."""
-    if adapter.experts and not shape.has_experts:
-        raise ConfigError(f"adapter.experts: {shape.name} has no routed experts; leave it out")
+    if (adapter.experts or adapter.experts_full) and not shape.has_experts:
+        key = "adapter.experts" if adapter.experts else "adapter.experts_full"
+        raise ConfigError(f"{key}: {shape.name} has no routed experts; leave it out")
     if set(adapter.targets) & {AUTO_TARGETS, ALL_LINEAR}:
         return
     found = (weight for block in shape.blocks for weight in block.weights)
@@ -301,10 +306,6 @@ def refuse_unknown_targets(shape: ModelShape, adapter: AdapterConfig) -> None:
                 f"adapter.targets: {target!r} is no linear layer of {shape.name}; expected some of "
                 f"{', '.join(sorted(names))}, or {AUTO_TARGETS!r}"
             )
-
-
-def _stacks(block: BlockShape) -> Iterator[Weight]:
-    return (w for w in block.weights if w.part == "experts" and w.is_linear)
 
 
 def _is_target(weight: Weight, adapter: AdapterConfig) -> bool:

@@ -20,6 +20,7 @@ from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory, empty_model
 from infinity.tools.training.adapter import attach_adapter, without_renaming_notice
 from infinity.tools.training.model import take_generation_config
+from infinity.tools.training.own_experts import freeze
 from infinity.tools.training.settle import settle
 
 _log = logging.getLogger("infinity")
@@ -85,7 +86,7 @@ def from_pretrained(
             base = weight_source(directory)
             model = attach_adapter(model, first[0], *others, base=base, seed=first[1])
     if is_frozen:
-        model.requires_grad_(False)
+        freeze(model)
     return offload(model, resolved, weights=directory, seed=seed, ignore=ignore)
 
 

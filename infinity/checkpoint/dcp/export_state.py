@@ -114,15 +114,12 @@ def _export(
         buffers = source.buffers()
         if buffer_names is not None:
             buffers = {name: value for name, value in buffers.items() if name in buffer_names}
-        nbytes = sum(info.nbytes + _overhead_nbytes(info) for info in source.infos)
+        slabs = sum(1 + info.nbytes // _SLAB_NBYTES for info in source.infos)
+        nbytes = sum(info.nbytes for info in source.infos) + slabs * _SLAB_OVERHEAD_NBYTES
         check_space(directory.parent, nbytes)
         with reporting("export", directory), new_directory(directory) as partial:
             _write(source, partial, aliases, buffers)
     return directory
-
-
-def _overhead_nbytes(info: StateInfo) -> int:
-    return _SLAB_OVERHEAD_NBYTES * (1 + info.nbytes // _SLAB_NBYTES)
 
 
 def _write(

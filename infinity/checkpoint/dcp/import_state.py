@@ -296,7 +296,7 @@ class _Directory:
                     "with the groups it was saved with"
                 )
             groups.append({key: saved.get(key, value) for key, value in group.items()})
-        if self._has_group(prefix, len(groups)):
+        if f"{prefix}param_groups.{len(groups)}.lr" in self._items:
             raise ConfigError(
                 f"{self.path} has more groups of parameters than the optimizer's {len(groups)}; "
                 "build the optimizer with the groups it was saved with"
@@ -312,9 +312,6 @@ class _Directory:
             if has_momentum:
                 begun.append(name)
         return {"name": optimizer.name, "groups": groups, "steps": steps, "begun": begun}
-
-    def _has_group(self, prefix: str, index: int) -> bool:
-        return f"{prefix}param_groups.{index}.lr" in self._items
 
     def _group(self, prefix: str, index: int, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the saved settings of a group, by its number or by its first parameter."""

@@ -188,7 +188,9 @@ def plan_export(model: nn.Module, *, max_shard_nbytes: int, master: bool = False
     saved = {
         name: (
             tuple(tensor.shape),
-            torch.float32 if master and _is_weight(tensor) else tensor.dtype,
+            torch.float32
+            if master and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            else tensor.dtype,
         )
         for name, tensor in _saved_tensors(model)
     }
@@ -205,10 +207,6 @@ def plan_export(model: nn.Module, *, max_shard_nbytes: int, master: bool = False
         shard_of={info.name: shard for shard, infos in shards.items() for info in infos},
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

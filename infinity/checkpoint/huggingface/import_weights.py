@@ -95,7 +95,7 @@ class WeightSource(WeightTensors):
             for name in (*unexpected, *without_place)
             if not is_expected_extra(view.model, name)
             and not view.computes(name)
-            and not _is_ignored(name, ignore)
+            and not any(fnmatchcase(name, pattern) for pattern in ignore)
         ]
         heads = [name for name in unexpected if _is_other_head(view.model, name, names)]
         if strict:
@@ -347,11 +347,6 @@ def _refuse_unexpected(path: object, model: nn.Module, names: Sequence[str]) -> 
             "the checkpoint is of, or say which are to be left out: infinity.offload(..., "
             'weights=..., ignore=["pattern", ...]), in a file `model.ignore`'
         )
-
-
-def _is_ignored(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the shell patterns matches the name of a tensor."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_other_head(model: Any, name: str, source_names: Iterable[str]) -> bool:

@@ -47,7 +47,8 @@ class ModelView:
     """
 
     def __init__(self, model: Any) -> None:
-        self.model: nn.Module = model.get_base_model() if _is_peft(model) else model
+        is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+        self.model: nn.Module = model.get_base_model() if is_peft else model
         self.config: Any = getattr(self.model, "config", None)
         self.targets: dict[str, WeightTarget] = {}
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -109,10 +110,6 @@ class ModelView:
         if name not in self.targets:
             raise AttributeError(f"the model has no parameter {name!r}")
         return torch.empty(self.targets[name].shape, device="meta")
-
-
-def _is_peft(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def _without_peft(model: nn.Module, name: str) -> str | None:

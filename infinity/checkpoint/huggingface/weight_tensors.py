@@ -69,11 +69,8 @@ class WeightTensors:
                 for name, info in reader.tensors.items():
                     if name in listed_here or name not in self._files:
                         self._files[name], self._infos[name] = file, info
-        self._encoded = self._find_encoded()
-
-    def _find_encoded(self) -> dict[str, LogicalTensor]:
         directory = self.path if self.path.is_dir() else self.path.parent
-        return logical_tensors(
+        self._encoded = logical_tensors(
             read_config(directory), self.stored_facts(), read=self._read_bytes, where=str(directory)
         )
 
@@ -115,8 +112,9 @@ class WeightTensors:
         """Returns the file with the tensor, or with its codes."""
         return self._files[self._encoded[name].names[0]]
 
-    def read(self, name: str) -> torch.Tensor:
-        """Returns a fresh CPU tensor, in the dtype of the file or decoded.
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns a fresh CPU tensor, in the dtype of the file or decoded, to `dtype` if one is
+        given.
 
         The file stays open until `close`. Raises CorruptionError, StorageError, UnsupportedError
         for a dtype that torch does not have.
@@ -124,13 +122,10 @@ class WeightTensors:
         encoded = self._encoded[name]
         if isinstance(encoded.codec, Plain):
             return self._opened(name).read(name)
-        parts = [self._stored_bytes(part) for part in encoded.names]
-        tensor = torch.empty(encoded.shape, dtype=encoded.dtype)
+        parts = [self.read_stored(part).reshape(-1).view(torch.uint8) for part in encoded.names]
+        tensor = torch.empty(encoded.shape, dtype=dtype or encoded.dtype)
         encoded.codec.decode(parts, encoded.shape, tensor)
         return tensor
-
-    def _stored_bytes(self, name: str) -> torch.Tensor:
-        return self._opened(name).read(name).reshape(-1).view(torch.uint8)
 
     def encoded(self, name: str) -> LogicalTensor:
         """Returns the codec of a tensor and the names of its stored tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,8 +32,11 @@ from infinity.config.values import (
 
 PYTHON_STDLIB = "python-stdlib"
 AdapterMethod = Literal["lora", "dora"]
+ExpertScore = Literal["gate", "tokens"]
 AUTO_TARGETS, ALL_LINEAR = "auto", "all-linear"
 _Target = Annotated[str, some_text("the name of a module, or its end")]
+_Expert = Annotated[str, some_text("the name of an expert, or a share")]
+_SHARE = re.compile(r"top\s+(\d{1,3}(?:\.\d+)?)\s*%")
 
 
 def _plain(value: Any, place: str, depth: int = 0) -> None:
@@ -156,6 +160,13 @@ def _one_word_alone(targets: tuple[str, ...]) -> tuple[str, ...]:
     return targets
 
 
+def _one_share_alone(experts: tuple[str, ...]) -> tuple[str, ...]:
+    shares = [name for name in experts if name.startswith("top")]
+    if not experts or (shares and (len(experts) > 1 or not _SHARE.fullmatch(shares[0]))):
+        raise refuse('names of experts, or one share such as "top 2%"', list(experts))
+    return experts
+
+
 class AdapterConfig(Section):
     """An adapter that `infinity train` trains while every weight of `[model]` is frozen. Several,
     as `[[adapter]]`, train over one base in one run, each as a run of it alone.
@@ -189,6 +200,22 @@ class AdapterConfig(Section):
     """Also adapt the routed experts, whose weights are packed in parameters of three dimensions, as
     PEFT's `target_parameters`. A rank-16 adapter of every expert has many parameters: ask `infinity
     plan` first."""
+    experts_full: (
+        Annotated[
+            tuple[_Expert, ...],
+            BeforeValidator(one_as_list, json_schema_input_type=tuple[_Expert, ...] | _Expert),
+            AfterValidator(_one_share_alone),
+        ]
+        | None
+    ) = None
+    """Routed experts whose own weights are trained beside the adapter: names such as
+    "model.layers.3.mlp.experts.17", or the share of all experts that a census puts first, such as
+    "top 2%". `targets = []` trains these alone (docs/howto/experts-in-full.md)."""
+    experts_census: Location | None = None
+    """File that `infinity score --routing` wrote over this base; required for a share."""
+    experts_score: Annotated[ExpertScore, choice(ExpertScore)] = "gate"
+    """What the census puts first: "gate", the expert's share of the router's weights in its layer,
+    or "tokens", its share of the tokens (ESFT-Gate and ESFT-Token of arXiv 2407.01906)."""
     resume: Location | None = None
     """Directory of an adapter in PEFT's format to continue from. Its adapter_config.json then
     decides the other keys; one that is set here must agree."""
@@ -220,11 +247,23 @@ class AdapterConfig(Section):
         if self.experts and self.dropout:
             text = f"expected 0 with adapter.experts = true; got {self.dropout}"
             faults.append(fault(text, "dropout"))
-        if not self.targets and not self.experts and self.resume is None:
+        if not (self.targets or self.experts or self.experts_full) and self.resume is None:
             text = 'expected "auto", "all-linear" or names of modules, or experts = true; got []'
             faults.append(fault(text, "targets"))
+        if self.experts and self.experts_full:
+            text = "expected false with adapter.experts_full, which trains an expert's own weights"
+            faults.append(fault(text, "experts"))
+        if self.experts_share is not None and self.experts_census is None:
+            text = "needs adapter.experts_census, the file of infinity score --routing"
+            faults.append(fault(text, "experts_full"))
         refuse_all(faults)
         return self
+
+    @property
+    def experts_share(self) -> float | None:
+        """The share of all experts that `experts_full` asks for, from 0 to 1; None for names."""
+        found = _SHARE.fullmatch(self.experts_full[0]) if self.experts_full else None
+        return None if found is None else float(found[1]) / 100
 
     @property
     def set_keys(self) -> dict[str, Any]:

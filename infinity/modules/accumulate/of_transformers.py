@@ -121,7 +121,7 @@ def _configs_of(model: nn.Module) -> list[Any]:
 def refuse_caches(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raises UnsupportedError if the block with this name is called with a cache, which a repeated
     forward would fill again."""
-    cache = _cache_class()
+    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     for key, value in (*enumerate(args), *kwargs.items()):
         is_cache = cache is not None and isinstance(value, cache)
         if value is not None and (is_cache or key in _CACHES):
@@ -129,8 +129,3 @@ def refuse_caches(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
                 f"{name} is called with {key if isinstance(key, str) else type(value).__name__}, "
                 "which its repeated forward would change again; set use_cache=False for training"
             )
-
-
-def _cache_class() -> Any:
-    """Returns transformers' class of all caches, or None without transformers."""
-    return getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)

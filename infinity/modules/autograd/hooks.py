@@ -265,15 +265,11 @@ class Unscriptable:
         self._module.__dict__.pop("__prepare_scriptable__", None)
 
 
-def _nothing_held() -> AbstractContextManager[list[int]]:
-    return nullcontext([])
-
-
 class HeldByCaller(nn.Module):
     """A module whose caller keeps its units for a forward and a backward, one after the other."""
 
     # Of `ModuleHooks`, while the module is offloaded.
-    held: Callable[[], AbstractContextManager[list[int]]] = staticmethod(_nothing_held)
+    held: Callable[[], AbstractContextManager[list[int]]] = staticmethod(lambda: nullcontext([]))
 
 
 class ModuleHooks:

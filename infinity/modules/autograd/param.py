@@ -131,7 +131,8 @@ class UnitParams:
         self.places: list[tuple[Any, str, OffloadedParam]] = [
             (at.module, at.attribute, param) for param in params for at in param.registrations
         ]
-        self.rnns = _rnns_of(params)
+        owners = {id(module): module for module, _, _ in self.places}
+        self.rnns = [module for module in owners.values() if isinstance(module, nn.RNNBase)]
         self.is_shown, self.versions, self.replaced = False, self.versions_now(), set[int]()
         for number, param in enumerate(params):
             param.number, param.in_unit = number, self
@@ -340,11 +341,6 @@ def _replace_below(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> N
         for name, parameter in child._parameters.items():
             if parameter is old:
                 child._parameters[name] = new  # type: ignore[assignment]
-
-
-def _rnns_of(params: Iterable[OffloadedParam]) -> list[nn.Module]:
-    owners = {id(place.module): place.module for param in params for place in param.registrations}
-    return [module for module in owners.values() if isinstance(module, nn.RNNBase)]
 
 
 def _refresh(modules: Iterable[nn.Module], *, is_referenced: bool = True) -> None:

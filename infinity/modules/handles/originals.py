@@ -105,25 +105,18 @@ class Originals:
         self._found.clear()  # Weak references.
         for original, name in alive:
             handle = table.handle(name)
-            if _swap(original, handle):
-                table.replace_handle(name, cast(Handle, original))
-                _follow(handle, cast(Handle, original))  # A graph may know it.
-            else:
+            try:  # Exchanges the contents of the two objects, if PyTorch can.
+                plain_swap_tensors(original, handle)
+            except RuntimeError:
                 _follow(original, handle)
+                continue
+            table.replace_handle(name, cast(Handle, original))
+            _follow(handle, cast(Handle, original))  # A graph may know it.
         table.refresh()
 
 
 # Before `patches.refuse_swaps` replaces it.
 plain_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
-
-
-def _swap(original: nn.Parameter, handle: Handle) -> bool:
-    """Exchanges the contents of the two objects, if PyTorch can."""
-    try:
-        plain_swap_tensors(original, handle)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _follow(original: Any, handle: Handle) -> None:

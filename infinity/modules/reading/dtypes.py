@@ -75,7 +75,7 @@ class Dtypes:
 
     def _ask_twins(self, dtype: torch.dtype) -> None:
         names = {id(module): name for name, module in self._model.named_modules()}
-        for root in _models_in(self._model):
+        for root in models_in(self._model):
             twin = _twin(root, dtype)
             if twin is None:
                 self._unknown.update(id(module) for module in root.modules())
@@ -90,19 +90,19 @@ def names_kept_wide(model: nn.Module) -> re.Pattern[str] | None:
     model."""
     patterns = {
         pattern.replace("*", r".*")
-        for root in _models_in(model)
+        for root in models_in(model)
         for pattern in getattr(root, "_keep_in_fp32_modules_strict", None) or ()
     }
     return re.compile("|".join(sorted(patterns))) if patterns else None
 
 
-def _models_in(module: nn.Module) -> Iterator[Any]:
+def models_in(module: nn.Module) -> Iterator[Any]:
     """Yields the outermost transformers models."""
     if hasattr(type(module), "get_init_context") and hasattr(module, "config"):
         yield module
         return
     for child in module.children():
-        yield from _models_in(child)
+        yield from models_in(child)
 
 
 def _twin(model: Any, dtype: torch.dtype) -> nn.Module | None:

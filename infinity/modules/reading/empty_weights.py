@@ -321,7 +321,9 @@ def _take(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(tensor, Awaited):
-        return tensor.to(*(_like(argument) for argument in args), **kwargs)
+        # With dtype and device of an awaited one, as the target of a conversion.
+        target: Any = [torch.empty(0, dtype=a.dtype) if isinstance(a, Awaited) else a for a in args]
+        return tensor.to(*target, **kwargs)
     if args and isinstance(args[0], torch.Tensor):
         device, dtype = args[0].device, args[0].dtype
     else:
@@ -330,13 +332,6 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if device is not None and device.type not in ("cpu", "meta"):
         return tensor.to(device)  # Refused by torch, because there is no data.
     return tensor if dtype in (None, tensor.dtype) else _awaited(tensor.to(dtype=dtype))
-
-
-def _like(value: Any) -> Any:
-    """Returns a tensor with dtype and device of an awaited one, as the target of a conversion."""
-    if isinstance(value, Awaited):
-        return torch.empty(0, dtype=value.dtype)
-    return value
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {

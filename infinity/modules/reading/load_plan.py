@@ -87,6 +87,7 @@ class StoredParams:
             if stored is None:
                 continue
             parts = stored_tiles(stored, tiled.starts)
-            if parts is not None:
-                found.update(zip(map(id, tiled.tiles), parts, strict=True))
+            for index, part in enumerate(parts or ()):
+                if index not in tiled.own:
+                    found[id(tiled.tiles[index])] = part
         return found

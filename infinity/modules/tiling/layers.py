@@ -16,6 +16,7 @@ Source: Rajbhandari et al., "ZeRO-Infinity" (SC21), section 5.1.3, memory-centri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -32,7 +33,8 @@ class TiledParam:
     """One parameter of the user's model, and its tiles in order of rows.
 
     One handle stands for the parameter. A read of that handle returns a copy of all rows on the
-    device, which no budget counts.
+    device, which no budget counts. `own`: the first values of tiles with weights of their own, by
+    the number of the tile.
     """
 
     name: str
@@ -40,6 +42,7 @@ class TiledParam:
     tensor: nn.Parameter | Handle  # The parameter itself until the engine owns the tiles.
     tiles: list[nn.Parameter]
     handles: list[Handle] = field(default_factory=list)
+    own: dict[int, Callable[[], torch.Tensor]] = field(default_factory=dict)
 
     def read(self) -> torch.Tensor:
         """Returns a copy of all rows on the device; its gradient flows to the tiles. Tiles are

@@ -6,6 +6,12 @@ class becomes a tiled class (`modules/tiling/layers.py`, `modules/tiling/experts
 parameters are replaced by `tiles`, a list of modules of the same kind with some of the rows. Each
 tile is a hooked module and a unit (`modules/reading/discover.py`), so the usual hooks fetch it. A
 tied weight is split once, and its tiles are tied. See docs/design/0007-tiles.md.
+
+Note [Own weights]
+  Some experts of frozen, packed ones may have weights of their own: trained, or read from another
+  file. The packed parameters then have the attribute `own_rows`: whether the row is trained, and a
+  function that returns its first value, by the number of the expert. Each of these experts is a
+  tile, so its weights are those of a unit, and the stored bytes of its place are not read.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import torch
 from torch import nn
 
 from infinity.config.schema.engine import ExpertProducts
+from infinity.errors import UnsupportedError
 from infinity.modules.handles.handle import Handle, is_value_of, plain_value
 from infinity.modules.handles.originals import Follower
 from infinity.modules.reading.empty_weights import Provisional, without_class
@@ -68,8 +75,7 @@ def named_parameters_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield from ((name, tile) for tile in tiles_of(parameter))
 
 
-# -- Splitting
-# ---------------------------------------------------------------------------------------
+# -- Splitting -------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -136,6 +142,9 @@ class Tiling:
         self._itemsize_of = itemsize_of  # Bytes of an element on the tiers.
         self._products = products
         self._candidates, self._reasons = _survey(model)
+        for name, parameter, reason in self._reasons:
+            if hasattr(parameter, "own_rows"):
+                raise UnsupportedError(f"{name!r}: no expert can be trained apart: {reason}")
         self._cuts: list[_TileEdit] = []
         # Tiles of experts have no sum of weights and adapters, so all experts use factors.
         self._adapters = factor_adapters(model)
@@ -166,10 +175,12 @@ class Tiling:
         for candidate in self._candidates:
             rows = candidate.rows(self._itemsize_of)
             starts = () if limit_nbytes is None else rows.starts(limit_nbytes)
-            if candidate.is_experts and self._products == "grouped":
+            numbers = getattr(next(iter(candidate.parameters.values()))[1], "own_rows", ())
+            own = {edge for number in numbers for edge in (number, number + 1)}
+            if own or (candidate.is_experts and self._products == "grouped"):
                 starts = starts or (0, rows.num_rows)
             if starts:
-                self._cut(candidate, starts)
+                self._cut(candidate, tuple(sorted(own.union(starts))))
 
     def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
         shared = {
@@ -186,15 +197,17 @@ class Tiling:
                 tile.__dict__["products"] = self._products
 
     def _tiled(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
-        tiles = []
+        tiled = TiledParam(name, starts, parameter, [])
         full = without_class(parameter.detach())  # Rows of an Awaited take a millisecond each.
-        for start, stop in pairwise(starts):
+        for index, (start, stop) in enumerate(pairwise(starts)):
             tile = nn.Parameter(full[start:stop], requires_grad=parameter.requires_grad)
             if isinstance(parameter, Provisional):
                 tile.__class__ = Provisional
             tile.__dict__.update(vars(parameter))
-            tiles.append(tile)
-        tiled = TiledParam(name, starts, parameter, tiles)
+            if (own := tile.__dict__.pop("own_rows", {}).get(start)) is not None:
+                tile.requires_grad_(own[0])
+                tiled.own[index] = own[1]
+            tiled.tiles.append(tile)
         self.tiled_params.append(tiled)
         return tiled
 
@@ -214,7 +227,9 @@ class Tiling:
         for tiled in self.tiled_params:
             shape = tiled.tensor.shape
             tiled.handles = [handle_of(tile) for tile in tiled.tiles]
-            tensor = Handle.make(tiled.handles[0].owner, tiled.name, tiled.handles[0], shape=shape)
+            # Of a parameter with some trained tiles, these alone are trained.
+            like = min(tiled.handles, key=lambda handle: handle.requires_grad)
+            tensor = Handle.make(like.owner, tiled.name, like, shape=shape)
             # Initialisation of transformers skips it: it initialises the tiles instead.
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
             tiled.tensor = tensor
@@ -225,7 +240,7 @@ class Tiling:
         self._candidates.clear()
         self._reasons.clear()
         for tiled in self.tiled_params:
-            tiled.tiles = []
+            tiled.tiles, tiled.own = [], {}
 
 
 # (module, attribute) by the id of the parameter.

@@ -30,6 +30,10 @@ def score(
         int | None,
         opt("N", "Tokens that pass the weights together. Default: 32768, on a GPU 131072."),
     ] = None,
+    routing: Annotated[
+        Path | None,
+        opt("FILE", "Also a census of the experts that are chosen, for adapter.experts_full."),
+    ] = None,
     trust_remote_code: Annotated[
         bool, flag("--trust-remote-code", "Run the directory's own code.")
     ] = False,
@@ -46,7 +50,7 @@ def score(
     request = program.Request(
         model=model, data=tuple(data), output=output, adapter=adapter, config=config, dtype=dtype,
         top_k=top_k, layers=_numbers(layers), max_length=max_length, sweep_tokens=sweep_tokens,
-        trust_remote_code=trust_remote_code,
+        routing=routing, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with progress_bar("reading the model and the data") as update:
         begun_s = time.perf_counter()

@@ -109,10 +109,12 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
         other: Place = "host" if base.update_place.is_on_device else "device"
         yield f"updates on the {other} (schedule.update_on)", file({"schedule.update_on": other})
     if batch.num_micro_batches > 1 and config.schedule.micro_batch is None:
+        all_tokens = batch.num_tokens * batch.num_micro_batches
+        as_one = replace(batch, num_tokens=all_tokens, num_micro_batches=1, recomputes=True)
         yield (
             "all micro-batches through a block while it is there (schedule.micro_batch, "
             "placement.activations)",
-            (_layer_major(config, hardware, batch), hardware, _as_one(batch)),
+            (_layer_major(config, hardware, batch), hardware, as_one),
         )
     larger = replace(batch, num_tokens=2 * batch.num_tokens)
     if base.model.frozen is not None and config.schedule.micro_batch is not None:
@@ -137,15 +139,6 @@ def _layer_major(config: SwapConfig, hardware: Hardware, batch: Batch) -> SwapCo
     tiers = ("device",) if hardware.shares_host_memory else tiers
     count = max(batch.num_tokens // batch.sequence_length, 1)
     return changed(config, {"schedule.micro_batch": count, "placement.activations": tiers})
-
-
-def _as_one(batch: Batch) -> Batch:
-    return replace(
-        batch,
-        num_tokens=batch.num_tokens * batch.num_micro_batches,
-        num_micro_batches=1,
-        recomputes=True,
-    )
 
 
 def _with_another_drive(nvme: Nvme) -> Nvme:

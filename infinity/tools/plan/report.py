@@ -416,6 +416,8 @@ def _what(forecast: Forecast) -> str:
         return f"scoring under {forecast.model.name} ({stored})"
     method = "LoRA" if adapter.method == "lora" else "DoRA"
     where = ", experts included" if adapter.experts else ""
+    if adapter.experts_full:
+        where = f" and {len(adapter.experts_full)} experts in full"
     return (
         f"{method} of rank {adapter.rank}{where} ({count(frozen.trained_params)} parameters) "
         f"over {forecast.model.name} ({stored})"

@@ -37,6 +37,7 @@ from infinity.tools.logprobs import (
     score_sequence,
 )
 from infinity.tools.pretrained import choose_config, from_pretrained, with_saved_adapter
+from infinity.tools.scoring.census import Counts, adding, counts_after, watching, write_census
 from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
 from infinity.tools.training.base_identity import identify, sha256_of
 
@@ -58,6 +59,7 @@ class Request:
     layers: tuple[int, ...] = ()
     max_length: int | None = None
     sweep_tokens: int | None = None
+    routing: Path | None = None  # Of a census of the experts.
     trust_remote_code: bool = False
 
 
@@ -212,21 +214,30 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
         raise ConfigError(
             f"{directory} scores sequences, not tokens; leave out --top-k, --layers and --adapter"
         )
+    if request.routing is not None and request.routing.exists():
+        raise ConfigError(f"--routing {request.routing} exists; remove it, or give another name")
     output = ScoreRows(request, _made_of(request, directory, sequences))
     total, count = output.open()
     resumed_at, read_nbytes = output.num_done, 0
     left = sequences[output.num_done :]
+    counts = None if request.routing is None else counts_after(request.output, output.num_done)
     if left:
         model = _open(request, directory, has_labels=has_labels)
         try:
-            total, count, read_nbytes = _score(model, left, request, output, (total, count), note)
+            total, count, read_nbytes = _score(
+                model, left, request, output, counts, (total, count), note
+            )
         finally:
             close(model)
+    num_tokens = sum(len(sequence.ids) for sequence in sequences)
+    if counts is not None and request.routing is not None:
+        base = identify(weight_source(directory))
+        write_census(request.routing, counts, base, len(sequences), num_tokens)
     output.end()
     mean = total / count if count else math.nan
     return Total(
         num_records=len(sequences),
-        num_tokens=sum(len(sequence.ids) for sequence in sequences),
+        num_tokens=num_tokens,
         mean_logprob=mean,
         perplexity=math.exp(-mean) if count else math.nan,
         seconds=time.perf_counter() - begun_s,
@@ -256,10 +267,12 @@ def _score(
     left: Sequence[ScoredSequence],
     request: Request,
     output: ScoreRows,
+    counts: Counts | None,
     sums: tuple[float, float],
     note: Callable[[int, int, int], None],
 ) -> tuple[float, float, int]:
-    """Returns the sums of log-probabilities and of scored tokens, and the bytes read."""
+    """Returns the sums of log-probabilities and of scored tokens, and the bytes read. `counts`: of
+    experts so far, for a census."""
     (total, count), counters = sums, engine_of(model).counters
     texts, following, done = [sequence.ids for sequence in left], iter(left), 0
     num_tokens = sum(map(len, texts))
@@ -270,16 +283,19 @@ def _score(
     call: Callable[[Sequence[int]], Any] = partial(labels_of_sequence, model)
     if model.get_output_embeddings() is not None:
         call = partial(score_sequence, model, top_k=request.top_k, layers=request.layers)
-    for scores in in_sweeps(model, call, texts, request.sweep_tokens):
-        scored = list(itertools.islice(following, len(scores)))
-        rows = [row_of(*pair) for pair in zip(scored, scores, strict=True)]
-        if request.layers:
-            output.keep_states(rows, scores)
-        output.write(rows)
-        total += sum(row.get("sum_logprob", 0.0) for row in rows)
-        count += sum(row.get("num_scored", 0) for row in rows)
-        done += sum(len(sequence.ids) for sequence in scored)
-        note(done, num_tokens, read_nbytes())
+    with watching(model, call, is_counted=counts is not None) as both:
+        for found in in_sweeps(model, both, texts, request.sweep_tokens):
+            scores, of_records = zip(*found, strict=True)
+            scored = list(itertools.islice(following, len(scores)))
+            rows = [row_of(*pair) for pair in zip(scored, scores, strict=True)]
+            if request.layers:
+                output.keep_states(rows, scores)
+            with adding(counts, of_records, request.output, output.num_done):
+                output.write(rows)
+            total += sum(row.get("sum_logprob", 0.0) for row in rows)
+            count += sum(row.get("num_scored", 0) for row in rows)
+            done += sum(len(sequence.ids) for sequence in scored)
+            note(done, num_tokens, read_nbytes())
     return total, count, read_nbytes()
 
 
@@ -327,4 +343,5 @@ def _made_of(
         "dtype": request.dtype,
         "top_k": request.top_k,
         "layers": list(request.layers) or None,
+        "routing": request.routing is not None or None,
     }

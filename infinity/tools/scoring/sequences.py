@@ -10,6 +10,7 @@ from typing import Any
 
 from infinity.config import DataSource, JobConfig, SwapConfig
 from infinity.config.paths import with_located_model
+from infinity.config.schema import changed
 from infinity.config.source import read_file
 from infinity.errors import ConfigError
 from infinity.tools.training.chat import CHATML, encode_chats, num_shared
@@ -67,7 +68,10 @@ def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
     from infinity.tools.training.ranks import JobRank
     from infinity.tools.training.trainer import make_trainer
 
-    config = settle(JobConfig.of(with_located_model(SwapConfig.from_table(*read_file(path)))))
+    found = with_located_model(SwapConfig.from_table(*read_file(path)))
+    if found.adapter is not None and found.adapter.experts_full:
+        found = changed(found, {"adapter": None})  # Its census may be what is made now.
+    config = settle(JobConfig.of(found))
     if config.train.method not in ("sft", "distill") or config.data.packing:
         raise ConfigError(
             f'{path}: expected a run of single sequences, got train.method = "'

@@ -12,7 +12,7 @@ from typing import Any
 
 from infinity.checkpoint.durable import new_directory, sync_file
 from infinity.config import JobConfig, SwapConfig
-from infinity.errors import ConfigError, reporting
+from infinity.errors import ConfigError, UnsupportedError, reporting
 from infinity.tools.convert.rewrite import check_target
 from infinity.tools.serving.export import LOADERS, Server, plan_export
 from infinity.tools.serving.sheet import (
@@ -28,6 +28,7 @@ from infinity.tools.training.data_files import read_utf8, texts_in
 from infinity.tools.training.job_data import open_data, refuse_stranger
 from infinity.tools.training.merge import read_changes
 from infinity.tools.training.output import config_of_run
+from infinity.tools.training.own_experts import names_in
 from infinity.tools.training.settle import settle, tokenizer_of
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 
@@ -55,6 +56,11 @@ def write_passport(
     Raises ConfigError for an adapter of another base, an `out` that is there already, and prompts
     that cannot be read; UnsupportedError for what the server does not load; StorageError.
     """
+    if names_in(adapter):
+        raise UnsupportedError(
+            f"{adapter} has experts that are trained in full, which servers do not load with an "
+            f"adapter; merge them: infinity merge {base} {adapter} -o DIR"
+        )
     check_target(out, 2 * (adapter / WEIGHTS_NAME).stat().st_size)
     run = config_of_run(adapter)
     tiers = SwapConfig.load(config) if config is not None else run

@@ -38,8 +38,18 @@ from infinity.tools.training.base_identity import (
     IDENTITY_NAME,
     BaseIdentity,
     check_base,
+    check_census,
     identify,
     write_identity,
+)
+from infinity.tools.training.own_experts import (
+    CHOSEN,
+    EXPERTS_NAME,
+    experts_nbytes,
+    give_own_weights,
+    locate,
+    names_in,
+    save_experts,
 )
 
 CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
@@ -87,6 +97,8 @@ def attach_adapter(
             "[model.config], whose random weights no other program could find again"
         )
     identity, adapted, wanted = identify(base), model, [(options, seed), *others]
+    experts = _experts_of(options, identity, is_single=not others)
+    chosen = give_own_weights(model, experts, base, options.resume) if experts else ()
     parts = {part for name, _ in model.named_parameters() for part in name.split(".")}
     if taken := [option.name for option, _ in wanted if option.name in parts]:
         raise ConfigError(
@@ -104,8 +116,28 @@ def attach_adapter(
     for name, parameter in adapted.named_parameters():
         if adapter_of(name, names):  # PEFT trains one of several.
             parameter.requires_grad_(True)
-    _BASES[adapted] = identity
+    _BASES[adapted], CHOSEN[adapted] = identity, chosen
     return adapted
+
+
+def _experts_of(options: AdapterConfig, identity: BaseIdentity, *, is_single: bool) -> list[str]:
+    """Returns the names of the experts to train in full: those of the saved adapter, or of the
+    file. Raises ConfigError for a census of another base, and where the two contradict."""
+    names, saved = [*(options.experts_full or ())], options.resume
+    before = [] if saved is None else names_in(saved)
+    if saved is not None and names and set(names) != set(before):
+        raise ConfigError(
+            f"adapter.experts_full names {len(names)} experts, and the saved adapter {saved} has "
+            f"{listed(before) or 'none'}: leave out the key, or begin without adapter.resume"
+        )
+    if before and not is_single:
+        raise ConfigError(
+            f"the saved adapter {saved} has experts that are trained in full, which one of several "
+            "adapters cannot have; train it alone"
+        )
+    if options.experts_census is not None:
+        check_census(options.experts_census, identity)
+    return before or names
 
 
 def name_of(options: AdapterConfig) -> str:
@@ -128,6 +160,7 @@ def _config(
 def check_new_adapter(model: Any, options: AdapterConfig) -> None:
     """Raises ConfigError as `attach_adapter` does for a new adapter, without its memory. The model
     is changed."""
+    locate(model, options.experts_full or ())
     with torch.device("meta"):
         _wrapped(model, _new_config(model, options), options)
 
@@ -172,8 +205,9 @@ def refuse_tokens_of_head(adapted: Any) -> None:
 
 
 def adapter_nbytes(model: nn.Module, adapter: str) -> int:
-    """Returns the bytes of the adapter's parameters."""
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in _trained(model, adapter))
+    """Returns the bytes of the adapter's parameters, and of experts that are trained beside it."""
+    own = sum(tensor.numel() * tensor.element_size() for _, tensor in _trained(model, adapter))
+    return own + experts_nbytes(model)
 
 
 def save_adapter(
@@ -181,9 +215,10 @@ def save_adapter(
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors for `PeftModel.from_pretrained`.
 
-    Beside them goes the identity of the base, if `attach_adapter` has attached the adapter.
-    Reads the adapter's units only. The files get their names when all of them are synced, the
-    weights last. Raises StorageError, and leaves an earlier adapter as it was.
+    Beside them go the experts that were trained in full, and the identity of the base, if
+    `attach_adapter` has attached the adapter. Reads the trained units only. The files get their
+    names when all of them are synced, the weights last. Raises StorageError, and leaves an earlier
+    adapter as it was.
     """
     engine = engine_of(model)
     values = {name: engine.read_parameter(name) for name, _ in _trained(model, adapter)}
@@ -209,8 +244,10 @@ def save_adapter(
                 tokenizer.save_pretrained(partial)
             if model in _BASES:
                 write_identity(_BASES[model], partial)
-            else:
-                (directory / IDENTITY_NAME).unlink(missing_ok=True)  # Of the adapter before.
+                save_experts(model, PREFIX, partial)
+            for name in (IDENTITY_NAME, EXPERTS_NAME):
+                if not (partial / name).exists():
+                    (directory / name).unlink(missing_ok=True)  # Of the adapter before.
             before, after = directory / CONFIG_NAME, partial / CONFIG_NAME
             is_other = not before.is_file() or before.read_bytes() != after.read_bytes()
             replace_files(partial, directory, last=WEIGHTS_NAME, apart=is_other)
@@ -278,8 +315,10 @@ def expert_targets(model: nn.Module) -> list[str]:
 
 def _new_config(model: nn.Module, options: AdapterConfig) -> Any:
     import peft
+    from peft.utils.constants import DUMMY_TARGET_MODULES
 
     alpha, beside = options.alpha, [re.escape(name) for name in towers(model)]
+    has_factors = bool(options.targets) or options.experts  # Else experts alone are trained.
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=options.rank,
@@ -287,7 +326,9 @@ def _new_config(model: nn.Module, options: AdapterConfig) -> Any:
         lora_dropout=options.dropout,
         use_rslora=options.rslora,
         use_dora=options.method == "dora",
-        target_modules=_target_modules(model, options.targets),
+        target_modules=_target_modules(model, options.targets)
+        if has_factors
+        else DUMMY_TARGET_MODULES,
         target_parameters=expert_targets(model) if options.experts else None,
         # The modules beside the text model have no adapter.
         exclude_modules=rf"({'|'.join(beside)})(\..*)?" if beside else None,

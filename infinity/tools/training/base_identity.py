@@ -136,6 +136,16 @@ def check_base(adapter: Path, base: BaseIdentity, named: str | None) -> None:
     )
 
 
+def check_census(census: Path, base: BaseIdentity) -> None:
+    """Raises ConfigError for a census of experts that was made over another base."""
+    table = table_of(table_of(read_json(census), "it").get("base"), "base")
+    if any(table.get(key) != getattr(base, key) for key in ("table_sha256", "samples_sha256")):
+        raise ConfigError(
+            f"adapter.experts_census: {census} was made over another base, {table.get('path')}; "
+            f"expected one over {base.path}: infinity score {base.path} DATA -o FILE --routing FILE"
+        )
+
+
 def is_name_of(named: str, path: Path) -> bool:
     """Returns whether a path, or a name of the hub, means a directory. The cache of the hub has the
     name in a directory called models--ORGANISATION--NAME."""

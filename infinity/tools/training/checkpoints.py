@@ -148,6 +148,7 @@ def identity_of(config: JobConfig, tokens_sha256: str, *, num_ranks: int = 1) ->
     if config.adapter is not None:
         # The values are in the checkpoint; the last ones are those of other keys.
         own = {"resume", "any_base", "name", "lr", "data", "seed", "output"}
+        own |= {"experts_census", "experts_score"}  # The experts are named.
         facts |= {f"adapter.{k}": v for k, v in table["adapter"].items() if k not in own}
     facts["the SHA-256 of the tokens"] = tokens_sha256
     return {_IDENTITY: facts}

@@ -58,6 +58,9 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
     )
     base = name or ("random weights" if path is None else model_name(path))
     how = "all weights" if adapter is None else f"{adapter.method} of rank {adapter.rank}"
+    if adapter is not None and adapter.experts_full:
+        how = f"{how} and " if adapter.targets else ""
+        how += f"{len(adapter.experts_full)} experts in full"
     numbers, train = summary.to_dict(), config.train
     files = ", ".join(source.location.name for source in config.data.paths)
     batch = train.batch_size * train.gradient_accumulation_steps

@@ -9,8 +9,9 @@ once; the product of one expert is the same sum of `rank` terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from infinity.tools.convert.rewrite import (
     unchanged,
 )
 from infinity.tools.training.adapter import PREFIX, attach_adapter
+from infinity.tools.training.own_experts import changes_of
 
 Stored = Literal["bf16", "keep"]
 _ADAPTER = "default"
@@ -64,9 +66,14 @@ def plan_merge(
     config = read_config(base)
     plan = DirectoryPlan(source, config if to == "keep" else without_quantisation(config))
     plan.others = tuple(adapter.glob(_TEMPLATE))  # The one that it was trained with.
+    of_tensor: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
+        name: [partial(_merged, change=change) for change in some] for name, some in changes.items()
+    }
+    for name, replace in changes_of(adapter, source):
+        of_tensor.setdefault(name, []).append(replace)
     for name in source.names():
         shard = source.file_of(name).name
-        plan.add(shard, name, _outcome(source, name, changes.get(name, []), to))
+        plan.add(shard, name, _outcome(source, name, of_tensor.get(name, []), to))
     return plan
 
 
@@ -98,7 +105,12 @@ def read_changes(
     return source, adapted, _changes(adapted, layers, source, planned.groups)
 
 
-def _outcome(source: WeightSource, name: str, changes: list[Change], to: Stored) -> PlannedTensor:
+def _outcome(
+    source: WeightSource,
+    name: str,
+    changes: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    to: Stored,
+) -> PlannedTensor:
     if not changes:
         return unchanged(source, name) if to == "keep" else plain(source, name)
     encoded = source.encoded(name)
@@ -107,7 +119,7 @@ def _outcome(source: WeightSource, name: str, changes: list[Change], to: Stored)
         tensor = source.read(name)
         with torch.no_grad():
             for change in changes:
-                tensor = _merged(tensor, change)
+                tensor = change(tensor)
         return tensor
 
     if to == "keep" and not isinstance(encoded.codec, Plain):

@@ -32,6 +32,7 @@ from infinity.tools.training.adapter import (
     check_new_adapter,
     refuse_tokens_of_head,
 )
+from infinity.tools.training.own_experts import CHOSEN
 
 _log = logging.getLogger("infinity")
 
@@ -110,6 +111,12 @@ def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig
         beside = [(c.adapter, c.model.seed) for c in others if c.adapter and c.model]
         model = attach_adapter(model, config.adapter, *beside, base=plan.weights, seed=seed)
         refuse_tokens_of_head(model)
+        if config.train.method not in ("sft", "distill") and CHOSEN.get(model):
+            raise ConfigError(
+                f'train.method: "{config.train.method}" may compare with the model without its '
+                "adapter, which would have the experts that are trained in full; expected "
+                '"sft" or "distill", or no adapter.experts_full'
+            )
     return model
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from infinity.bounded import MalformedError, read_json
+from infinity.bounded import MalformedError, field, list_of, read_json, table_of
 from infinity.config import Model, SwapConfig
+from infinity.config.schema.inputs import AdapterConfig
+from infinity.errors import ConfigError
 
 _C = TypeVar("_C", bound=SwapConfig)
 
@@ -41,7 +43,10 @@ class AutoValue:
     @property
     def shown(self) -> str:
         """The value for messages."""
-        return " and ".join(self.value) if isinstance(self.value, tuple) else str(self.value)
+        if not isinstance(self.value, tuple):
+            return str(self.value)
+        left = len(self.value) - 2
+        return " and ".join([*self.value[:2], *([f"{left} more"] if left > 0 else ())])
 
     def __str__(self) -> str:
         return f"{self.key} is {self.shown}: {self.reason}"
@@ -58,6 +63,8 @@ def choices(config: SwapConfig) -> list[AutoValue]:
     reason = "an adapter is small: memory first, drives for the rest"
     kinds = _kinds_of_adapter(config)
     found += [AutoValue(f"placement.{kind}", _ADAPTER_TIERS, reason) for kind in kinds]
+    if config.adapter is not None and config.adapter.experts_share is not None:
+        found.append(_experts_of(config.adapter))
     if config.data is not None and config.data.tokenizer == "auto":
         found.append(tokenizer_of(config.model.path if config.model is not None else None))
     return found
@@ -99,6 +106,34 @@ def _kinds_of_adapter(config: SwapConfig) -> list[str]:
     if config.placement.frozen == "copy":
         named.add("parameters")  # These place the base.
     return [kind for kind in _ADAPTER_KINDS if kind not in named]
+
+
+def _experts_of(adapter: AdapterConfig) -> AutoValue:
+    """Returns the experts that a census puts first. Raises ConfigError for a file that is no
+    census, and for a share of less than one expert."""
+    file, share, by = adapter.experts_census, adapter.experts_share, adapter.experts_score
+    assert file is not None and share is not None
+    try:
+        layers = table_of(field(table_of(read_json(file), "it"), "experts"), "experts")
+        ranked = sorted(
+            (-float(score), order, number, f"{path}.{number}")
+            for order, (path, scores) in enumerate(layers.items())
+            for number, score in enumerate(list_of(field(table_of(scores, path), by), by))
+        )
+    except (MalformedError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"adapter.experts_census: {file} is no census of experts ({error}); expected the file "
+            "of infinity score --routing"
+        ) from None
+    count = int(len(ranked) * share)
+    if not count:
+        least = f"; expected at least {100 / len(ranked):.2g} %" if ranked else ""
+        raise ConfigError(
+            f"adapter.experts_full: {100 * share:g} % of the {len(ranked)} experts of {file} is "
+            f"less than one expert{least}"
+        )
+    reason = f"{count} of {len(ranked)} experts, by {by} in {file}"
+    return AutoValue("adapter.experts_full", tuple(name for *_, name in ranked[:count]), reason)
 
 
 def _compute_of(model: Model) -> AutoValue:
