@@ -46,6 +46,7 @@ class RolloutSteps:
     is_layer_major: bool
     is_asked_for: bool
     _step: int
+    _metrics: dict[str, dict[str, list[float]]]
     _current_train_step_time: float
     _generated: Sequence[tuple[Any, Any]] = ()  # Micro-batches of a window, and what they learn.
     _is_generating = False
@@ -54,7 +55,7 @@ class RolloutSteps:
 
     def _generate_window(self, batches: Sequence[Any]) -> None:
         """Makes what a window learns, in the order of the plain loop."""
-        began_s, first = time.perf_counter(), self._step
+        self._began_s, first = time.perf_counter(), self._step
         prepare = super()._prepare_inputs  # type: ignore[misc]
         self.model.train()
         self._is_generating = True
@@ -66,7 +67,13 @@ class RolloutSteps:
             self._generated = generated
         finally:
             self._step, self._is_generating = first, False
-        self._current_train_step_time += time.perf_counter() - began_s
+        self._current_train_step_time += time.perf_counter() - self._began_s
+
+    def _end_window(self) -> None:
+        """Notes the time of the step, to which TRL has added how long micro-batches that take turns
+        wait for each other."""
+        if self._generated and (times := self._metrics["train"].get("step_time")):
+            times[-1] = time.perf_counter() - self._began_s
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Overrides Trainer's: what a window learns is there."""

@@ -303,6 +303,7 @@ class LayerMajorSteps(RolloutSteps):
             return step(model, inputs, num_items_in_batch)
         if not self._losses:
             self._losses = self._run_window(step, model, num_items_in_batch, self._window)
+            self._end_window()
         loss, *self._losses = self._losses
         self._window = self._window[1:]
         return loss

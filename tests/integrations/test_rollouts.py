@@ -103,6 +103,9 @@ def test_a_layer_major_run_is_that_of_the_plain_trainer(
     assert any("eval_reward" in row for row in rows) == ("eval_strategy" in options)
     assert any("reward" in row for row in rows) and ("kl" in rows[0]) == has_kl
     assert trainer.is_asked_for
+    last = trainer.state.log_history[-1]
+    seconds = [row["step_time"] for row in trainer.state.log_history if "step_time" in row]
+    assert 0 < sum(seconds) <= last["train_runtime"]
     engine = infinity.engine_of(model)
     found = dict(trainer.model.named_parameters())
     found |= {name: engine.read_parameter(name) for name in engine.parameter_names()}

@@ -322,6 +322,31 @@ def test_grpo_windows_of_two_processes_are_those_of_plain_trl_in_either_order_of
             assert_same(expected[1], found[1])
 
 
+def _train_served(rank: int, directory: str, url: str) -> Any:
+    from tests.integrations import test_rollouts
+
+    with torchrun(rank):
+        model = test_rollouts.make_model(lora=True, dropout=0.0)
+        trainer = test_rollouts.make_trainer(model, Path(directory), max_steps=2, learning_rate=0.1)
+        prepare_trainer(trainer, swap(Path(directory)), sampler=url)
+        trainer.train()
+        infinity.engine_of(model).close()
+        return test_rollouts.history(trainer)
+
+
+def test_a_server_gets_the_adapter_of_all_processes_once(tmp_path: Path) -> None:
+    """And samples from it for each of them, as their log-probabilities show."""
+    pytest.importorskip("trl", reason="pip install trl")
+    from tests.integrations import test_rollouts
+
+    served = test_rollouts.server()
+    with served.running() as url:
+        rows = run_ranks(COUNT, _train_served, str(tmp_path), url)
+    assert len(served.loaded) == 2
+    for row in [row for found in rows for row in found if "loss" in row]:
+        assert 0 < row[f"{test_rollouts.DIFFERENCE}max"] < 1e-5
+
+
 # -- accelerate ----------------------------------------------------------------------------------
 
 
