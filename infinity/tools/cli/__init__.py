@@ -32,7 +32,7 @@ _COMMANDS = {
     "quantize": ("convert", "quantize", "Quantise the linear layers of a checkpoint."),
     "replay": ("train", "replay", "Compute steps of a run again, and compare their bits."),
     "run": ("run", "app", "Run a program for transformers with its models offloaded."),
-    "score": ("score", "score", "Write the log-probabilities of texts under a model."),
+    "score": ("chat", "score", "Write the log-probabilities of texts under a model."),
     "spread": ("convert", "spread", "Lay the shards of a checkpoint over several drives."),
     "trace": ("trace", "app", "Find what bounds the steps of a traced run."),
     "train": ("train", "train", "Fine-tune a model as a configuration file describes."),
