@@ -23,7 +23,7 @@ from infinity.testing.faulty_engine import Fault, FaultyEngine
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tools.cli.train import parse_steps
 from infinity.tools.training import program
-from infinity.tools.training.tracing import Tracing
+from infinity.tools.training.report import Tracing
 from tests.support.forked import COMMAND, run_script
 from tests.support.models import Mlp
 

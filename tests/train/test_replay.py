@@ -10,7 +10,7 @@ import math
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,8 +70,17 @@ def in_full(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return _train(place, {}, share=1e12)
 
 
-def _train(place: Path, sections: dict[str, Any], *, share: float) -> Made:
-    rows = [{"text": f"{i} and {i * i} are {i**3}" * (1 + i % 3)} for i in range(90)]
+def _train(
+    place: Path,
+    sections: dict[str, Any],
+    *,
+    share: float,
+    steps: int = LAST,
+    method: str = "sft",
+    rows: Sequence[Any] = (),
+) -> Made:
+    if method == "sft":
+        rows = [{"text": f"{i} and {i * i} are {i**3}" * (1 + i % 3)} for i in range(90)]
     data = place / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = {
@@ -82,7 +91,7 @@ def _train(place: Path, sections: dict[str, Any], *, share: float) -> Made:
         "model": {"path": str(place / "base"), "seed": 5},
         "data": {"paths": [str(data)], "sequence_length": 32, "held_out": 0.1},
         "train": {
-            "steps": LAST, "batch_size": 2, "gradient_accumulation_steps": 2, "eval_every": 4,
+            "method": method, "steps": steps, "batch_size": 2, "gradient_accumulation_steps": 2, "eval_every": 4,
             "schedule": "cosine", "warmup_steps": 2, "eval_batches": 1,
         },
         "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5},
@@ -134,6 +143,34 @@ def test_a_step_is_replayed_from_the_checkpoint_before_it_by_the_command(over_aw
     done = run_script(COMMAND, "replay", run, "--step", 6, "--set", "optimizer.eps=1e-6")
     assert done.returncode == 1
     assert "DIFFERS: settings: optimizer.eps is 1e-06 and was 1e-08" in done.stdout
+
+
+def test_one_of_several_adapters_and_one_that_goes_on_from_a_saved_one_are_replayed_alone(
+    over_awq, tmp_path
+) -> None:
+    rows = [{"prompt": f"{i} and", "chosen": f" {i * i}", "rejected": " none"} for i in range(20)]
+    several = {"adapter": [{"name": "x", "rank": 4}, {"name": "y", "rank": 2, "lr": 5e-3}]}
+    saved = {"adapter": {"resume": str(over_awq.run)}}
+    for name, sections, method in (("several", several, "sft"), ("saved", saved, "dpo")):
+        (place := tmp_path / name).mkdir()
+        (place / "base").symlink_to(over_awq.base)
+        _train(place, sections, share=1e12, steps=3, method=method, rows=rows)
+    for run in ("several/run/y", "saved/run"):
+        found = replay(tmp_path / run, overrides=ELSEWHERE, console=_silent())
+        assert found["is_equal"], found
+        counts = found["compared"]
+        assert (counts["state"], counts["random"], counts["adapter_model.safetensors"]) == (3, 3, 1)
+
+
+def test_what_a_server_samples_is_not_computed_again(over_awq, tmp_path) -> None:
+    run = Path(shutil.copytree(over_awq.run, tmp_path / "run"))
+    grpo = {"rewards": ["rewards:length"], "sampler": "http://localhost:1"}
+    for key, value in (("grpo", grpo), ("method", "grpo"), ("eval_every", 0)):
+        _in_marker("config", "train", key, value=value)(Made(run, run, run), None)
+    with pytest.raises(
+        ConfigError, match=r"grpo\.sampler: http://localhost:1 samples other tokens"
+    ):
+        replay(run, console=_silent())
 
 
 def test_a_step_that_the_run_has_not_made_is_refused(over_awq, tmp_path) -> None:

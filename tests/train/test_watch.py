@@ -14,7 +14,7 @@ from rich.console import Console
 
 from infinity.config import SwapConfig
 from infinity.tools.cli.watch import numbers_of, screen
-from infinity.tools.training.ending import Notices, next_commands
+from infinity.tools.training.ending import next_commands, notify
 from infinity.tools.training.metrics import MetricsReader
 from infinity.tools.training.report import Reporter, Summary, line_of
 from infinity.tools.training.trainer import Step
@@ -125,12 +125,12 @@ def test_the_command_of_the_file_is_told_each_event_once(tmp_path: Path) -> None
         assert summary.is_on_plateau is (step >= 30)
     told = tmp_path / "told"
     code = f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"
-    notices = Notices(settings(tmp_path, notify=f'{sys.executable} -c "{code}"'), summary, reporter)
-    notices.send("plateau", "the loss falls no more")
-    notices.send("plateau", "again")
-    notices.send("end", "done")
+    config = settings(tmp_path, notify=f'{sys.executable} -c "{code}"')
+    notify(config, summary, reporter, "plateau", "the loss falls no more")
+    notify(config, summary, reporter, "plateau", "again")
+    notify(config, summary, reporter, "end", "done")
     found = [json.loads(text) for text in told.read_text().splitlines()]
     assert [each["event"] for each in found] == ["plateau", "end"] and found[0]["steps"] == 40
     assert found[0]["text"] == "out: the loss falls no more"
-    Notices(settings(tmp_path, notify="exit 3"), summary, reporter).send("end", "done")
+    notify(settings(tmp_path, notify="exit 3"), summary, reporter, "failure", "it ended")
     assert "output.notify failed" in console.file.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,7 @@ def train(
     from infinity.config.paths import with_located_model
     from infinity.config.source import override, read_file
     from infinity.tools.training.process import outliving_streams
-    from infinity.tools.training.tracing import Tracing
+    from infinity.tools.training.report import Tracing
 
     table, source = read_file(config)
     for text in overrides or []:
@@ -165,7 +166,8 @@ def replay(
         counts = ", ".join(f"{count} x {what}" for what, count in found["compared"].items())
         first, last = found["after"] + 1, found["step"]
         lines.append(f"steps {first} to {last} are equal to the bit: {counts}")
-    reply(found, "\n".join(lines))
+    if os.environ.get("RANK", "0") == "0":  # The other ranks have compared a part.
+        reply(found, "\n".join(lines))
     raise typer.Exit(not found["is_equal"])
 
 

@@ -99,33 +99,26 @@ def _hardware() -> str:
     return f"{os.cpu_count()} processors, no GPU"
 
 
-class Notices:
-    """Runs the command of `output.notify`. A command that fails is reported and ends nothing."""
-
-    def __init__(self, config: JobConfig, summary: Summary, reporter: Reporter) -> None:
-        self._config = config
-        self._summary = summary
-        self._reporter = reporter
-        self._sent: set[Event] = set()
-
-    def send(self, event: Event, text: str) -> None:
-        """Runs the command, once for each event, with a JSON object on its input."""
-        command = self._config.output.notify
-        if command is None or event in self._sent:
-            return
-        self._sent.add(event)
-        losses = self._summary.losses
-        content = {
-            "event": event,
-            "text": f"{self._config.output.directory.name}: {text}",
-            "output": str(self._config.output.directory),
-            "steps": self._summary.resumed_at + len(self._summary.steps_s),
-            "loss": losses[-1] if losses else None,
-        }
-        try:
-            subprocess.run(
-                command, shell=True, input=json.dumps(content), text=True, timeout=_PATIENCE_S,
-                check=True, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
-        except (OSError, subprocess.SubprocessError) as error:
-            self._reporter.note(f"warning: output.notify failed: {error}")
+def notify(
+    config: JobConfig, summary: Summary, reporter: Reporter, event: Event, text: str
+) -> None:
+    """Runs the command of `output.notify`, once for each event, with a JSON object on its input. A
+    command that fails is reported and ends nothing."""
+    command = config.output.notify
+    if command is None or event in summary.notified:
+        return
+    summary.notified.add(event)
+    content = {
+        "event": event,
+        "text": f"{config.output.directory.name}: {text}",
+        "output": str(config.output.directory),
+        "steps": summary.resumed_at + len(summary.steps_s),
+        "loss": summary.losses[-1] if summary.losses else None,
+    }
+    try:
+        subprocess.run(
+            command, shell=True, input=json.dumps(content), text=True, timeout=_PATIENCE_S,
+            check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        reporter.note(f"warning: output.notify failed: {error}")

@@ -115,11 +115,10 @@ class OutputDirectory:
                 earlier = receipts_of_run(self.path) if after else []
                 self._receipts = [found for found in earlier if found["after"] < after]
             self._receipts.append({"after": after, "has_accepted": has_accepted, **receipt})
-        content = {
-            "program": "infinity train",
-            "config": self._config.to_dict(),
-            "receipts": self._receipts,
-        }
+        table, adapter = self._config.to_dict(), self._config.adapter
+        if adapter is not None:  # What the file leaves out is decided by a saved adapter.
+            table["adapter"] = {k: table["adapter"][k] for k in adapter.set_keys}
+        content = {"program": "infinity train", "config": table, "receipts": self._receipts}
         with reporting("write", self._marker):
             replace_file(self._marker, json.dumps(content, indent=2) + "\n")
 

@@ -21,6 +21,7 @@ the summary.
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -56,15 +57,22 @@ from infinity.integrations.windows import why_plain
 from infinity.storage.shards import ShardFiles
 from infinity.tools.training.adapter import name_of, save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
-from infinity.tools.training.ending import Notices, model_card, next_commands
+from infinity.tools.training.ending import Event, model_card, next_commands, notify
 from infinity.tools.training.job import Job, prepare, trainable_nbytes
 from infinity.tools.training.model import generate, reference_path, share_budgets
 from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
 from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
 from infinity.tools.training.ranks import job_rank
-from infinity.tools.training.report import Line, Reporter, Summary, line_of, tracked, write_summary
+from infinity.tools.training.report import (
+    Line,
+    Reporter,
+    Summary,
+    Tracing,
+    line_of,
+    tracked,
+    write_summary,
+)
 from infinity.tools.training.settle import choices, lines_of, settle
-from infinity.tools.training.tracing import Tracing
 from infinity.tools.training.trainer import Step, batch_of, require_trackers
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
@@ -195,10 +203,9 @@ class Run:
         self._before: dict[str, float] = {}
         self._began_s = 0.0
         self._line: Line = {}  # Of the newest step.
-        self._digest_due_s = 0.0  # When the state is digested next.
+        self._digest_due_s = math.inf  # When the state is digested next.
         self._tracing = tracing
         self._traced = ExitStack()  # The step that is traced now.
-        self._notices = Notices(config, self.summary, self._reporter)
 
     @property
     def _name(self) -> str:
@@ -297,6 +304,9 @@ class Run:
         self.summary.phases_s["setup_s"] = now_s - self._job.started_s
         of_state = trainable_nbytes(self._job.model, self._config)
         self._digest_due_s = now_s + of_state / _DIGESTED_PER_S / _DIGEST_SHARE
+        if self._tracing is not None or self._job.rank.count > 1:
+            # A digest makes updates early, which a trace is to show; ranks have a part each.
+            self._digest_due_s = math.inf
 
     def _resume(self) -> None:
         self.checkpoints.resume(self._engine)
@@ -363,13 +373,16 @@ class Run:
             text = "all steps are done"
             if self.num_steps < self._job.num_steps:
                 text = f"ended after step {self.num_steps} of {self._job.num_steps}"
-            self._notices.send("end", text)
+            self._notify("end", text)
         self._wait_for_all("the end of the run")
 
     def fail(self, error: BaseException) -> None:
         """Tells whom the file names that the run has failed."""
         if self._job.rank.is_first:
-            self._notices.send("failure", f"failed after step {self.num_steps}: {error}")
+            self._notify("failure", f"failed after step {self.num_steps}: {error}")
+
+    def _notify(self, event: Event, text: str) -> None:
+        notify(self._config, self.summary, self._reporter, event, text)
 
     def _finish(self, interrupt: Interrupt) -> None:
         """Exports, samples and writes the summary; the summary also if another part has failed."""
@@ -412,26 +425,21 @@ class Run:
     def end_step(self, step: Step, *, is_evaluated: bool) -> dict[str, float]:
         """Ends the work of the step. Returns its numbers for trackers."""
         is_last = step.number == self._job.num_steps
-        if is_evaluated or is_last or self.checkpoints.commits_steps:
+        ended_s = time.perf_counter()
+        is_digested = ended_s >= self._digest_due_s
+        if is_evaluated or is_last or is_digested or self.checkpoints.commits_steps:
             self._engine.flush()  # The work belongs to this step; no later step does it.
         elapsed_s = time.perf_counter() - self._began_s
         self._traced.close()
         self._line = line_of(step, self._before, self._engine.counters.snapshot(), elapsed_s)
         if step.number == self.summary.resumed_at + 1:  # All of the base has been read.
             self._products.keep_reference(self._engine.store.shards)
-        if self._job.rank.count == 1:
-            self._digest_state()
-        return tracked(self._line)
-
-    def _digest_state(self) -> None:
-        """Adds the digest of the state to the line of a step, as often as that takes a hundredth of
-        the time."""
-        begun_s = time.perf_counter()
-        if begun_s >= self._digest_due_s:
+        if is_digested:
             with self._engine.at_rest("the digest of a step", self.checkpoints.units()) as state:
                 self._line["state"] = digest_of_state(state)
             now_s = time.perf_counter()
-            self._digest_due_s = now_s + (now_s - begun_s) / _DIGEST_SHARE
+            self._digest_due_s = now_s + (now_s - ended_s) / _DIGEST_SHARE
+        return tracked(self._line)
 
     def after_step(self, step: Step, *, is_best: bool) -> bool:
         """Called after evaluation and trackers. Writes the metrics and what is to be kept of the
@@ -444,7 +452,7 @@ class Run:
             self._wait_for_all("the best weights")
             self.summary.best_step = step.number
         if step.held_out_loss is not None and self.summary.is_on_plateau:
-            self._notices.send("plateau", "the held-out loss falls no more")
+            self._notify("plateau", "the held-out loss falls no more")
         self.checkpoints.after_step(step.number, self._interrupt)
         return self._is_stopped(self._interrupt)
 

@@ -9,6 +9,7 @@ directories of its own, which it removes.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -280,7 +281,7 @@ class Replay(Run):
     @override
     def end_step(self, step: Step, *, is_evaluated: bool) -> dict[str, float]:
         has_digest = "state" in self._lines.get(step.number, ())
-        self._digest_due_s = 0.0 if has_digest else float("inf")
+        self._digest_due_s = 0.0 if has_digest else math.inf
         return super().end_step(step, is_evaluated=is_evaluated)
 
     @override

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from infinity.checkpoint.durable import replace_file
+from infinity.errors import ConfigError
+from infinity.observe import Tracer, chrome
 from infinity.sizes import GIB, format_nbytes
 from infinity.tools.doctor.finding import read_field
 from infinity.tools.training.metrics import MetricsFile, digest_of_random
@@ -183,6 +186,7 @@ class Summary:
     # Outputs that could not be written, except weights.
     lost: list[str] = field(default_factory=list)
     others: dict[str, Summary] = field(default_factory=dict)  # Of further adapters.
+    notified: set[str] = field(default_factory=set)  # Events of which the user was told.
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -455,3 +459,75 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     return [finite(inner) for inner in value] if isinstance(value, list) else value
+
+
+# -- A timeline of some steps: `--trace` -----------------------------------------------------------
+
+
+class Tracing:
+    """Turns the tracer on and off around some steps, counted from 1, and writes the file once.
+
+    The file is written after the last of them, as soon as its transfers have ended, so that it can
+    be read during the run.
+    """
+
+    def __init__(self, path: Path, first_step: int, last_step: int) -> None:
+        self._path = path
+        self._first_step = first_step
+        self._last_step = last_step
+        self._tracer: Tracer | None = None
+        self._say: Callable[[str], None] = print
+        self._is_written = False
+
+    def check(self, *, num_steps: int) -> None:
+        """Raises ConfigError for faults that would otherwise appear after hours of training."""
+        if not 1 <= self._first_step <= self._last_step:
+            raise ConfigError(
+                f"trace steps {self._first_step}:{self._last_step}: expected 1 <= FIRST <= LAST"
+            )
+        if self._first_step > num_steps:
+            raise ConfigError(
+                f"trace steps {self._first_step}:{self._last_step} are never reached: "
+                f"train.steps is {num_steps}"
+            )
+        directory = self._path.absolute().parent
+        if self._path.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"the trace cannot be written to {str(self._path)!r}; expected a file in a "
+                "directory that exists and may be written to"
+            )
+
+    def follow(self, tracer: Tracer, say: Callable[[str], None]) -> None:
+        """Takes the tracer of the engine. `say` is called with the path of the written file, or
+        with the reason for a failure, which does not end the run."""
+        self._tracer, self._say = tracer, say
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Surrounds optimizer step `number`."""
+        assert self._tracer is not None
+        if number == self._first_step:
+            self._tracer.start()
+        with self._tracer.step(number):
+            yield
+        if number == self._last_step:
+            self._tracer.stop()
+        if number >= self._last_step and self._tracer.is_settled:
+            self._write(self._tracer)
+
+    def finish(self) -> None:
+        """Ends tracing after the run, when nothing is in flight. Idempotent."""
+        if self._tracer is not None:
+            self._tracer.stop()
+            self._write(self._tracer)
+
+    def _write(self, tracer: Tracer) -> None:
+        if self._is_written:
+            return
+        self._is_written = True
+        try:
+            chrome.write(self._path, tracer.spans(), tracer.counts())
+            self._say(f"wrote the trace to {self._path}")
+        except OSError as error:
+            self._say(f"the trace was not written: {error}")
+        tracer.forget()
