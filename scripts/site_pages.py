@@ -78,10 +78,12 @@ def broken_fences(text: str) -> list[str]:
             if line.strip() != "```":
                 found.append(f"line {number}: the fence of line {opened} is still open")
             opened = 0
-        elif OPENING.fullmatch(line):
-            opened = number
         else:
-            found.append(f'line {number}: {line!r} begins no fence; expected ```name key="value"')
+            opened = number
+            if not OPENING.fullmatch(line):
+                found.append(
+                    f'line {number}: {line!r} begins no fence; expected ```name key="value"'
+                )
     return found + [f"line {opened}: the fence has no end"] * bool(opened)
 
 

@@ -123,6 +123,12 @@ def test_every_page_stands_behind_one_of_five_doors() -> None:
     assert len(doors) == 5
 
 
+def test_the_readme_fits_two_screens() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 120
+    assert len(set(re.findall(r"\]\(([^)#]*\.md)", text))) <= 9, "links to a few pages"
+
+
 def test_no_page_repeats_a_sentence_of_another() -> None:
     """Twelve words in a row stand on one page; code and the index are left out."""
     found: dict[tuple[str, ...], Path] = {}
