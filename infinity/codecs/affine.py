@@ -63,6 +63,7 @@ _LAYOUTS = {
     "GPTQ": _Parts(("/qweight", "COLUMNS"), "/scales", ("/qzeros", "ROWS"), "/g_idx", True),
     "AWQ": _Parts(("/qweight", "AWQ"), "/scales", ("/qzeros", "AWQ"), "/g_idx", True),
     "MLX": _Parts(("", "ROWS"), "/scales", minima="/biases", words="U32"),
+    "METAL": _Parts(("", "ROWS"), "/scales", minima="/qbiases", words="U32", product="F32"),
     "HQQ": _Parts(("/W_q", "PLANES"), "/scale", ("/zero", "FLOATS"), axis=1),
     "HQQ_DOWN": _Parts(("/W_q", "PLANES"), "/scale", ("/zero", "FLOATS"), axis=0),
     "LLM.int8": _Parts(("", "BYTES"), "/SCB", times=_ONE_OF_127),
@@ -83,15 +84,15 @@ class AffineGroups(FusedCodec):
     group: columns that share a scale; the last group of GPTQ and AWQ may be short
     scale: the dtype of the scales, BF16, F16 or F32
     bits: of a code
-    layout: ROWS and BYTES of compressed-tensors, MLX and LLM.int8 are out x in; GPTQ, AWQ and QUARK
+    layout: ROWS and BYTES of compressed-tensors, MLX, METAL and LLM.int8 are out x in; GPTQ, AWQ and QUARK
         are in x out; HQQ; types of ggml, whose records hold codes and scales, are made by `ggml`
     has_zeros: a zero per group is stored; else it is 2^(bits - 1), and of MLX 0
     is_raised: stored zeros are less by one, in words (the first convention of GPTQ)
     has_order: an I32 per column names its group, instead of its place ("act-order")
 
     The value is (code - zero) * scale, to which MLX and ggml add the minimum of the group. Each
-    operation is rounded to the dtype of the scales (of ggml and quark to fp32); the result, to that
-    of the output.
+    operation is rounded to the dtype of the scales (of ggml, METAL and quark to fp32); the result,
+    to that of the output.
     """
 
     group: int = 32

@@ -130,6 +130,7 @@ _SCHEMES: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "bitsandbytes": bitsandbytes_scheme,
     "gguf": lambda *_: find_gguf,
     "mlx": MlxScheme,
+    "metal": MlxScheme,
     "hqq": lambda *_: find_hqq,
 }
 

@@ -111,20 +111,24 @@ class GroupedScheme:
 
 
 class MlxScheme:
-    """`weight` U32, `scales` and `biases`; `quantization` has bits and group size, and those of
-    single modules under their names."""
+    """`weight` U32, `scales` and `biases` (transformers' metal: `qbiases`); `quantization` has bits
+    and group size, and those of single modules under their names."""
 
     def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
+        is_metal = quantization.get("quant_method") == "metal"
+        self._layout, self._minima = ("METAL", "qbiases") if is_metal else ("MLX", "biases")
+        allowed = (2, 4, 8) if is_metal else (2, 3, 4, 5, 6, 8)
         modules = {key: own for key, own in quantization.items() if isinstance(own, Mapping)}
         self._sizes: dict[str, tuple[int, int]] = {}
         for module, own in {"": quantization, **modules}.items():
             bits, group = own.get("bits"), own.get("group_size", quantization.get("group_size"))
             mode = own.get("mode", quantization.get("mode", "affine"))
             is_size = isinstance(group, int) and group > 0
-            if bits not in (2, 3, 4, 5, 6, 8) or not is_size or mode != "affine":
+            if bits not in allowed or not is_size or mode != "affine":
                 told = f"mode={mode!r}, bits={bits!r}, group_size={group!r}"
                 told += f" ({module})" if module else ""
-                raise _unknown(where, "MLX", told, "mode='affine' in 2, 3, 4, 5, 6 or 8 bits")
+                known = f"mode='affine' in {', '.join(map(str, allowed))} bits"
+                raise _unknown(where, self._layout, told, known)
             self._sizes[module] = bits, group
 
     @property
@@ -137,15 +141,15 @@ class MlxScheme:
         """Finds the weights; see `Scheme`."""
         for scales in found.unused(".scales"):
             module = scales.removesuffix(".scales")
-            names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
+            names = [f"{module}.{part}" for part in ("weight", "scales", self._minima)]
             dtype = _dtype_of_scales(found, scales)
             if names[0] not in found.headers:
                 raise found.error(f"{names[0]!r} is missing, to which {scales!r} belongs")
             bits, group = self._sizes.get(module, self._sizes[""])
             *leading, words = found.matrix(names[0])
-            codec = AffineGroups(group, dtype, bits, "MLX")
+            codec = AffineGroups(group, dtype, bits, self._layout)
             found.add(f"{module}.weight", codec, (*leading, words * WORD_BITS // bits), names)
-        found.refuse_leftovers((".scales",), "MLX")
+        found.refuse_leftovers((".scales", f".{self._minima}"), self._layout)
 
 
 # What HQQ stores beside codes, scales and zeros, of which only the first four are read.

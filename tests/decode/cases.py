@@ -33,6 +33,7 @@ CASES: tuple[tuple[Codec, Shape], ...] = (
     (AffineGroups(32, "F16", 4, "AWQ", True), (72, 130)),
     (AffineGroups(64, bits=4, layout="MLX"), (2, 33, 128)),
     (AffineGroups(32, "F16", 3, "MLX"), (5, 96)),
+    (AffineGroups(32, "BF16", 8, "METAL"), (35, 96)),
     (AffineGroups(64, "BF16", 4, "HQQ", True), (48, 96)),
     (AffineGroups(32, "F16", 2, "HQQ_DOWN", True), (40, 72)),
     (AffineGroups(53, "F32", 8, "LLM.int8"), (37, 53)),

@@ -52,6 +52,7 @@ PUBLISHED = [
     ("qwen3-moe", "awq", 84),
     ("llama", "auto-round", 21),
     ("llama", "mlx", 21),
+    ("llama", "metal", 21),
     ("llama", "hqq", 21),
     ("llama", "llm-int8", 21),
     ("llama", "quark-int4", 21),
@@ -80,6 +81,7 @@ CODECS = {
     "awq": {AffineGroups(32, "F16", 4, "AWQ", True)},
     "auto-round": {AffineGroups(32, "F16", 2, "GPTQ", True)},
     "mlx": {AffineGroups(64, layout="MLX")},
+    "metal": {AffineGroups(32, layout="METAL")},
     "hqq": {AffineGroups(64, "BF16", 4, "HQQ", True)},
     "llm-int8": {
         AffineGroups(192, "F32", 8, "LLM.int8"),

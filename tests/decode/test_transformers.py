@@ -83,6 +83,12 @@ def test_a_tiny_fp8_model_of_full_blocks_loads_in_transformers_with_the_same_wei
     assert_has(model, decoded_weights(tmp_path / "fp8"))
 
 
+def test_a_tiny_metal_model_loads_in_transformers_with_the_same_weights(tmp_path: Path) -> None:
+    """Without such a device, transformers dequantises it by its own code."""
+    write_quantized(tiny_causal_lm("llama"), tmp_path / "metal", "metal")
+    assert_has(load(tmp_path / "metal", device_map="cpu"), decoded_weights(tmp_path / "metal"))
+
+
 def load(path: Path, **arguments: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.bfloat16, **arguments

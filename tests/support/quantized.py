@@ -249,6 +249,10 @@ LAYOUTS: dict[str, Layout] = {
         _matching(_PROJECTIONS, AffineGroups(64, layout="MLX")),
         {"group_size": 64, "bits": 4, "model.layers.0.mlp": False},
     ),
+    "metal": Layout(
+        _matching(_PROJECTIONS, AffineGroups(32, layout="METAL")),
+        {"quant_method": "metal", "bits": 4, "group_size": 32, "modules_to_not_convert": None},
+    ),
     "hqq": Layout(
         _matching(_PROJECTIONS, AffineGroups(64, "BF16", 4, "HQQ", True)),
         {"quant_method": "hqq", "skip_modules": ["lm_head"]},
