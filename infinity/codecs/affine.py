@@ -84,8 +84,9 @@ class AffineGroups(FusedCodec):
     group: columns that share a scale; the last group of GPTQ and AWQ may be short
     scale: the dtype of the scales, BF16, F16 or F32
     bits: of a code
-    layout: ROWS and BYTES of compressed-tensors, MLX, METAL and LLM.int8 are out x in; GPTQ, AWQ and QUARK
-        are in x out; HQQ; types of ggml, whose records hold codes and scales, are made by `ggml`
+    layout: ROWS and BYTES of compressed-tensors, MLX, METAL and LLM.int8 are out x in; GPTQ, AWQ
+        and QUARK are in x out; HQQ; types of ggml, whose records hold codes and scales, are made by
+        `ggml`
     has_zeros: a zero per group is stored; else it is 2^(bits - 1), and of MLX 0
     is_raised: stored zeros are less by one, in words (the first convention of GPTQ)
     has_order: an I32 per column names its group, instead of its place ("act-order")

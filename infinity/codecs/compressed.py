@@ -15,6 +15,7 @@ import torch
 
 from infinity.codecs.affine import AffineGroups
 from infinity.codecs.floating import PER_ROW, PER_TENSOR, add_fp4, add_fp8
+from infinity.codecs.floats import MX_BLOCK
 from infinity.codecs.found import FoundTensors
 from infinity.codecs.grouped import check_order
 from infinity.codecs.packing import WORD_BITS, packed_shape
@@ -73,6 +74,17 @@ class CompressedScheme:
             for name, group in groups.items()
             if not isinstance(group, dict) or group.get("weights") is not None
         ]
+
+    @property
+    def format(self) -> str:
+        """As `GroupedScheme.format`, of the first group."""
+        group = self._groups[0]
+        if group.kind == "fp8":
+            rows, columns = group.block
+            return f"fp8-{rows}x{columns}-{'u8' if group.block == (1, MX_BLOCK) else 'bf16'}"
+        if group.kind in ("mxfp4", "nvfp4"):
+            return group.kind
+        return f"int{group.bits}-g{group.size or -1}{'' if group.is_symmetric else '-zeros'}"
 
     def __call__(self, found: FoundTensors) -> None:
         """Finds the weights; see `Scheme`."""

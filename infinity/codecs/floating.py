@@ -54,6 +54,14 @@ class FloatScheme:
         """blocks: those that FP8 codes may have; groups: of INT4 in a layout of quark."""
         self._blocks, self._groups = tuple(blocks), groups or {}
 
+    @property
+    def format(self) -> str:
+        """As `GroupedScheme.format`; of several blocks, the first."""
+        for group in self._groups.values():
+            return f"quark-int4-g{group}"
+        rows, columns = self._blocks[0]
+        return f"fp8-{rows}x{columns}"
+
     def __call__(self, found: FoundTensors) -> None:
         """Finds the weights; see `Scheme`."""
         for layout, group in self._groups.items():

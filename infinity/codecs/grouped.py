@@ -55,7 +55,8 @@ class GroupedScheme:
     def format(self) -> str:
         """The layout, and the bits and the columns of a group of most weights, in one word."""
         bits, group = self._sizes[0]
-        return f"{self._layout.lower()}-int{bits}-g{group}"
+        order = "-order" if self._has_order and self._layout == "GPTQ" else ""
+        return f"{self._layout.lower()}-int{bits}-g{group}{order}"
 
     def __call__(self, found: FoundTensors) -> None:
         """Finds the weights; see `Scheme`."""
@@ -119,7 +120,7 @@ class MlxScheme:
         self._layout, self._minima = ("METAL", "qbiases") if is_metal else ("MLX", "biases")
         allowed = (2, 4, 8) if is_metal else (2, 3, 4, 5, 6, 8)
         modules = {key: own for key, own in quantization.items() if isinstance(own, Mapping)}
-        self._sizes: dict[str, tuple[int, int]] = {}
+        self._sizes: dict[str, tuple[Any, int]] = {}
         for module, own in {"": quantization, **modules}.items():
             bits, group = own.get("bits"), own.get("group_size", quantization.get("group_size"))
             mode = own.get("mode", quantization.get("mode", "affine"))

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from typing_extensions import override
@@ -15,13 +14,9 @@ from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks
 from infinity.codecs import stored_nbytes as nbytes_of_parts
 from infinity.codecs.part import Decoder
 from infinity.errors import ConfigError
-from infinity.plan.shapes import ModelShape, Weight
+from infinity.plan.shapes import ModelShape, PartKey, Place, Weight
 from infinity.state.stored import StoredSlice, StoredTensor
 from infinity.storage.protocol import FileRange
-
-# Where weights are used: the number of a block, or a place outside blocks. No pass reads "unused".
-Place = int | Literal["embedding", "norm", "head", "unused"]
-PartKey = tuple[Place, bool]  # With whether they are of routed experts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +47,12 @@ class StoredModel:
 
     @property
     def unused_nbytes(self) -> int:
-        """Bytes in the files that no pass reads."""
-        return self.part("unused").nbytes
+        """Bytes in the files that no pass over text reads."""
+        return self.part("unused").nbytes + self.part("tower").nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that training reads."""
+        """Bytes that training on text reads."""
         return sum(part.nbytes for part in self.parts.values()) - self.unused_nbytes
 
     @property
@@ -120,13 +115,17 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
     """Returns the bytes of the published checkpoint, by the rule of the model's file."""
     formatted = frozenset(shape.stored.parts) if shape.stored is not None else frozenset()
     name = PLAIN if shape.stored is None else shape.stored.format
+    of_experts = name if shape.stored is None else shape.stored.experts or name
 
     def part(weights: Iterable[Weight]) -> PlannedPart:
         nbytes, is_encoded = 0, False
         for weight in weights:
             is_code = weight.is_linear and weight.part in formatted
             *stacked, rows, columns = weight.shape if weight.is_linear else (weight.numel, 1)
-            one_nbytes = stored_nbytes(name if is_code else PLAIN, rows, columns)
+            if weight.part == "experts" and "gate_up" in weight.module and rows % 2 == 0:
+                stacked, rows = [*stacked, 2], rows // 2  # Files have the two apart.
+            own = of_experts if weight.part == "experts" else name
+            one_nbytes = stored_nbytes(own if is_code else PLAIN, rows, columns)
             nbytes += math.prod(stacked) * one_nbytes
             is_encoded |= is_code
         return PlannedPart(nbytes, is_encoded)
@@ -135,19 +134,20 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
         ("embedding", False): part(shape.embedding),
         ("norm", False): part(shape.norm),
         ("head", False): part(shape.head),
+        ("tower", False): part(shape.tower),
     }
     for layer, block in enumerate(shape.blocks):
-        for of_experts in (True, False):
-            weights = (w for w in block.weights if (w.part == "experts") == of_experts)
-            parts[layer, of_experts] = part(weights)
-    formats = f"{name} ({', '.join(sorted(formatted))}), rest {PLAIN}"
+        for is_routed in (True, False):
+            weights = (w for w in block.weights if (w.part == "experts") == is_routed)
+            parts[layer, is_routed] = part(weights)
+    routed = f", experts in {of_experts}" if of_experts != name else ""
+    formats = f"{name} ({', '.join(sorted(formatted))}){routed}, rest {PLAIN}"
     return StoredModel(parts, PLAIN if name == PLAIN else formats)
 
 
 PLAIN = "bf16"
 _CODECS: dict[str, Codec] = {
     PLAIN: Plain("BF16"),
-    "fp8-128x128": FloatBlocks(),
     "mxfp4": mxfp4(),
     "nvfp4": nvfp4(),
     "nf4": TableBlocks(),
@@ -155,7 +155,9 @@ _CODECS: dict[str, Codec] = {
 
 
 # Of compressed-tensors, or else of the named writer; a group of -1 is a whole row.
-_INTEGERS = re.compile(r"(gptq-|awq-|mlx-|)int([2-8])-g(-1|[1-9]\d*)")
+_INTEGERS = re.compile(r"(gptq-|awq-|mlx-|quark-|)int([2-8])-g(-1|[1-9]\d*)(-zeros|-order)?")
+# Rows and columns of a block, as `FloatBlocks` has them, and the dtype of the scales.
+_FLOATS = re.compile(r"fp8-(\d+)x(\d+)(?:-(bf16|f16|f32|u8))?")
 
 
 def stored_nbytes(format_name: str, rows: int, columns: int) -> int:
@@ -165,14 +167,18 @@ def stored_nbytes(format_name: str, rows: int, columns: int) -> int:
     if found := _INTEGERS.fullmatch(format_name):
         writer, bits, group = found[1].rstrip("-").upper(), int(found[2]), int(found[3])
         size = columns if group == -1 else group
-        codec = AffineGroups(size, bits=bits)
+        codec = AffineGroups(size, bits=bits, has_zeros=found[4] is not None)
         if writer == "MLX":
             codec = AffineGroups(size, bits=bits, layout=writer)
-        elif writer:  # GPTQ stores the group of each column, whatever it is.
-            codec = AffineGroups(size, "F16", bits, writer, True, has_order=writer == "GPTQ")
+        elif writer:
+            codec = AffineGroups(size, "F16", bits, writer, True, has_order=found[4] == "-order")
+    elif blocks := _FLOATS.fullmatch(format_name):
+        block = int(blocks[1]), int(blocks[2])
+        codec = FloatBlocks(block, (blocks[3] or "f32").upper())
     if codec is None:
         raise ConfigError(
-            f"stored.format: expected one of {', '.join(_CODECS)}, int4-g32, gptq-int4-g128, "
-            f"awq-int4-g128, mlx-int4-g64 or other bits and groups; got {format_name!r}"
+            f"stored.format: expected one of {', '.join(_CODECS)}, fp8-128x128, int4-g32, "
+            "gptq-int4-g128, awq-int4-g128, mlx-int4-g64 or other blocks, bits and groups; got "
+            f"{format_name!r}"
         )
     return nbytes_of_parts(codec, (rows, columns))

@@ -23,7 +23,7 @@ from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_table
 from infinity.modules.reading.discover import discover_units
 from infinity.modules.reading.dtypes import Dtypes
-from infinity.plan.frozen_base import Place, StoredModel, stored_of_shape
+from infinity.plan.frozen_base import StoredModel, stored_of_shape
 from infinity.plan.layout import (
     FrozenBase,
     ModuleWork,
@@ -34,6 +34,7 @@ from infinity.plan.layout import (
 )
 from infinity.plan.shapes import (
     ModelShape,
+    Place,
     PublishedFormat,
     Weight,
     adapter_size,
@@ -93,18 +94,20 @@ def model_for(
     *,
     dtype: torch.dtype | None = None,
     is_frozen: bool = False,
+    has_images: bool = False,
 ) -> PlannedModel:
     """Returns the model as a configuration trains it: all weights, or an adapter over `stored`
     ones, by default those of the published checkpoint. `is_frozen`: these alone. `dtype` of trained
-    and of decoded weights: None takes the configuration's."""
+    and of decoded weights: None takes the configuration's. `has_images`: the tower is read, too."""
     dtype = dtype or getattr(torch, config.precision.compute_dtype)
     if is_frozen:
         return model_of_shape(shape, dtype, stored=stored or stored_of_shape(shape))
     if config.adapter is None:
         stored = None
     return model_of_shape(
-        shape, dtype, moments_of(config.optimizer, config.precision), config.adapter, stored
-    )
+        shape, dtype, moments_of(config.optimizer, config.precision), config.adapter, stored,
+        has_images=has_images,
+    )  # fmt: skip
 
 
 def model_of_shape(
@@ -113,9 +116,11 @@ def model_of_shape(
     moments: Moments = OF_ADAM,
     adapter: AdapterConfig | None = None,
     stored: StoredModel | None = None,
+    *,
+    has_images: bool = False,
 ) -> PlannedModel:
     """Returns units and hooked modules in the order of the forward. `dtype` is that of trained and
-    of decoded weights.
+    of decoded weights. `has_images`: with the bytes of the tower, whose arithmetic is not counted.
 
     With `stored`, or an adapter, weights are frozen, as many bytes as they have in the checkpoint,
     and an adapter is a unit of its own in each block. Raises ConfigError for a target that the
@@ -145,6 +150,12 @@ def model_of_shape(
         outside("embedding", "embedding", shape.embedding),
         multiplies=False, has_backward=stored is None,
     )  # fmt: skip
+    depth = shape.tower_depth or 1
+    tower = stored.part("tower").nbytes // depth if stored is not None and has_images else 0
+    for layer in range(depth) if tower else ():
+        facts = facts_of_shape(f"tower {layer}", (tower // 2,), torch.bfloat16, is_trainable=False)
+        unit = UnitTensors(f"tower {layer}", (PlannedWeight(facts, 0, tower),))
+        add(unit, multiplies=False, has_backward=False)
     trained_params = 0
     for layer, block in enumerate(shape.blocks):
         units = _units_of_block(shape, layer, dtype, adapter, stored)

@@ -21,6 +21,10 @@ from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import empty_model, text_model_of, towers
 from infinity.plan.tables import Table
 
+# Where weights are used: the number of a block, or a place outside blocks. Passes over text read no
+# "tower"; no pass reads "unused".
+Place = int | Literal["embedding", "norm", "head", "tower", "unused"]
+PartKey = tuple[Place, bool]  # With whether they are of routed experts.
 # Parts of a block whose weights a checkpoint stores in one format.
 Part = Literal["attention", "dense", "shared", "experts", "router"]
 _AUTO_PARTS = ("attention", "dense", "shared")
@@ -32,11 +36,13 @@ _TOP_K = (
 
 
 class PublishedFormat(Table):
-    """The format of the matrices of `parts` in the published checkpoint; other weights are bf16.
-    The names of formats are those that the codecs find in checkpoints."""
+    """The format of the matrices of `parts` in the published checkpoint, and another one of its
+    routed `experts`, if they have one; other weights are bf16. The names of formats are those that
+    the codecs find in checkpoints."""
 
     format: str
     parts: tuple[Part, ...]
+    experts: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +88,9 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A causal language model. A tied head has no weight of its own. Parts beside the text model
-    are left out. `hub` is its name on the Hugging Face hub; `max_positions` its longest sequence,
-    if that is known."""
+    """A causal language model. A tied head has no weight of its own. `hub` is its name on the
+    Hugging Face hub; `max_positions` its longest sequence, if that is known. `tower`: the frozen
+    parts beside the text model, of `tower_depth` layers, which are read with images alone."""
 
     name: str
     hidden: int
@@ -95,6 +101,8 @@ class ModelShape:
     hub: str = ""
     stored: PublishedFormat | None = None
     max_positions: int | None = None
+    tower: tuple[Weight, ...] = ()
+    tower_depth: int = 0
 
     @property
     def has_experts(self) -> bool:
@@ -103,7 +111,7 @@ class ModelShape:
 
     @property
     def num_params(self) -> int:
-        """All parameters."""
+        """All parameters but those of the tower."""
         outside = numel_of((*self.embedding, *self.norm, *self.head))
         return outside + sum(numel_of(block.weights) for block in self.blocks)
 
@@ -144,36 +152,38 @@ def shape_of_config(
     *,
     hub: str = "",
     stored: PublishedFormat | None = None,
-    trusts_code: bool = False,
 ) -> ModelShape:
     """Returns the shapes of the class that transformers has for a configuration.
 
     Raises ConfigError if it has none, and for a class without blocks.
     """
+    return shape_of_model(model_on_meta(hf_config, where), name, where, hub=hub, stored=stored)
+
+
+def model_on_meta(hf_config: Any, where: str, *, trusts_code: bool = False) -> Any:
+    """Returns the model of a configuration without memory and without values. Raises
+    ConfigError."""
     with torch.device("meta"):  # Nobody reads values: transformers draws none on this device.
-        model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
-    text, config = text_model_of(model), hf_config.get_text_config()
-    layers = _layers_of(text)
+        return empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
+
+
+def shape_of_model(
+    model: Any, name: str, where: str, *, hub: str = "", stored: PublishedFormat | None = None
+) -> ModelShape:
+    """Returns the shapes of a model on meta. Raises ConfigError for one without blocks."""
+    config = model.config.get_text_config()
+    layers = _layers_of(text_model_of(model))
     if layers is None or not hasattr(config, "hidden_size"):
         lacks = "list of layers" if layers is None else "hidden_size"
         raise ConfigError(f"{where}: {type(model).__name__} has no {lacks} to plan")
-    seen: set[int] = {id(p) for tower in towers(model).values() for p in tower.parameters()}
+    beside = towers(model).values()
+    seen: set[int] = {id(p) for tower in beside for p in tower.parameters()}
     blocks = tuple(_block_of(layer, config, seen, where) for layer in layers)
-    tables = {
-        id(parameter) for module in text.modules() if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }  # fmt: skip
-    output = model.get_output_embeddings()
-    ends = {id(parameter) for parameter in output.parameters()} if output is not None else set()
-    rest: defaultdict[str, list[Weight]] = defaultdict(list)
-    for full_name, parameter in model.named_parameters():  # A tied head is named once.
-        if id(parameter) not in seen:
-            where_to = "norm"
-            if id(parameter) in tables or parameter is model.get_input_embeddings().weight:
-                where_to = "embedding"
-            elif id(parameter) in ends:
-                where_to = "head"
-            rest[where_to].append(Weight(full_name, tuple(parameter.shape)))
+    rest: defaultdict[Place, list[Weight]] = defaultdict(list)
+    for full_name, (place, _) in places_of(model).items():
+        if not isinstance(place, int):
+            weight = Weight(full_name, tuple(model.get_parameter(full_name).shape))
+            rest[place].append(weight)
     return ModelShape(
         name=name,
         hidden=int(config.hidden_size),
@@ -184,7 +194,34 @@ def shape_of_config(
         hub=hub,
         stored=stored,
         max_positions=getattr(config, "max_position_embeddings", None),
+        tower=tuple(rest["tower"]),
+        tower_depth=sum(len(_layers_of(tower) or ()) for tower in beside),
     )
+
+
+def places_of(model: Any) -> dict[str, PartKey]:
+    """Returns where each parameter of a model is used, and whether it is of routed experts. A
+    parameter with several names has the first of them."""
+    text, output = text_model_of(model), model.get_output_embeddings()
+    found: dict[int, PartKey] = {}
+
+    def put(module: nn.Module | None, place: Place) -> None:
+        for name, parameter in module.named_parameters() if module is not None else ():
+            of_experts = isinstance(place, int) and _part_of(name) == "experts"
+            found.setdefault(id(parameter), (place, of_experts))
+
+    for tower in towers(model).values():
+        put(tower, "tower")
+    for number, layer in enumerate(_layers_of(text) or ()):
+        put(layer, number)
+    for module in (*text.modules(), model.get_input_embeddings()):
+        if isinstance(module, nn.Embedding) or module is model.get_input_embeddings():
+            put(module, "embedding")
+    put(output, "head")
+    return {
+        name: found.get(id(parameter), ("norm", False))
+        for name, parameter in model.named_parameters()
+    }
 
 
 def _layers_of(text: nn.Module) -> nn.ModuleList | None:

@@ -104,7 +104,7 @@ def test_a_size_that_the_class_does_not_read_is_refused(tmp_path: Path) -> None:
 def test_files_of_another_size_than_the_class_are_refused(tmp_path: Path) -> None:
     directory_of(tmp_path, {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64})
     save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(8)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="layer 0 has 8 parameters in the files, and .* in the"):
+    with pytest.raises(ConfigError, match=r"the shape \(8,\), the model expects \(11008, 64\)"):
         read_directory(tmp_path)
 
 

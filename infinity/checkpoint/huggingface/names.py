@@ -93,6 +93,10 @@ def import_groups(
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    if any(".switch_mlp." in name for name in source_names):
+        mapping = [*_stacked_by_mlx(converters), *mapping]
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     converter_of = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
@@ -115,6 +119,25 @@ def import_groups(
         TensorGroup(first_target=target, sources=tuple(sources), transform=transform)
         for target, (transform, sources) in collected.items()
     ], unused
+
+
+def _stacked_by_mlx(converters: Iterable[Any]) -> list[Any]:
+    """Returns the conversions that stack experts for mlx-lm's names of experts that are stacked
+    already: the same without their first operation."""
+    from infinity.private.transformers import WeightConverter, WeightRenaming
+
+    found: list[Any] = []
+    for entry in converters:
+        sources = [re.sub(r"experts\.\*\.", "switch_mlp.", p) for p in entry.source_patterns]
+        if sources == entry.source_patterns or type(entry.operations[0]).__name__ != _STACKING:
+            continue
+        left = entry.operations[1:]
+        made = WeightConverter(sources, entry.target_patterns, left) if left else None
+        found.append(made or WeightRenaming(sources[0], entry.target_patterns[0]))
+    return found
+
+
+_STACKING = "MergeModulelist"
 
 
 def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:

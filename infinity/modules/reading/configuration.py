@@ -73,7 +73,9 @@ def _unread_keys(table: Mapping[str, Any], config: Any) -> Iterator[str]:
     unknown = [key for key in table if key not in known]
     source = _source_of(config) if unknown else ""
     for key in unknown:  # Some are read by getattr, with a default of the model.
-        if not re.search(rf"\bconfig\.{re.escape(key)}\b|[\"']{re.escape(key)}[\"']", source):
+        if not re.search(
+            rf"\b(config|self)\.{re.escape(key)}\b|[\"']{re.escape(key)}[\"']", source
+        ):
             yield key
 
 
@@ -238,6 +240,25 @@ def auto_class(hf_config: Any, where: str, *, trusts_code: bool = False) -> Any:
         f"model: transformers {transformers.__version__} has no class that generates text for "
         f"{hf_config.model_type!r} of {where}; {remedy}"
     )
+
+
+def refuse_text_alone(hf_config: Any, where: str, *, trusts_code: bool = False) -> None:
+    """Raises ConfigError for a model whose forward asks for more than tokens, such as images, and
+    for one without a head. The forward runs on meta, where it ends at the first value it needs."""
+    with torch.device("meta"), torch.no_grad():
+        model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
+        ids, refusal = torch.zeros(1, 8, dtype=torch.long), ""
+        try:
+            refusal = "" if model.get_output_embeddings() is not None else "it has no head"
+            model(input_ids=ids, labels=ids, use_cache=False)
+        except Exception as error:  # Of another kind: it needs values.
+            is_asking = isinstance(error, (TypeError, ValueError))
+            if is_asking and not isinstance(error, ConfigError):
+                refusal = refusal or str(error)
+    if refusal:
+        raise ConfigError(
+            f"model: {type(model).__name__} of {where} does not train on text alone: {refusal}"
+        )
 
 
 def _listed(classes: Any) -> tuple[Any, ...]:

@@ -268,13 +268,15 @@ def _decide(
     from rich.console import Console
 
     from infinity.plan import load_hardware
+    from infinity.tools.plan.data_facts import IMAGES
     from infinity.tools.plan.decide import decide
     from infinity.tools.plan.draft import draft
     from infinity.tools.plan.measure import measure_all
     from infinity.tools.training.model import refuse_untrainable
 
     first = draft(wish, None, spills=False).config.as_one_adapter()
-    refuse_untrainable(directory.path, first)
+    has_images = wish.data is not None and wish.data.noun == IMAGES
+    refuse_untrainable(directory.path, first, has_images=has_images)
     if asked.hardware is not None:
         machine = load_hardware(asked.hardware)
         return decide(wish, directory, lambda *_: machine)

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from infinity.config import SwapConfig
+from infinity.errors import ConfigError
 from infinity.sizes import MIB
 from infinity.tools.training.data_files import collect_files, is_records, read_rows, texts_in
 from infinity.tools.training.images import has_images, learned_images, open_processor
@@ -50,6 +51,16 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = 
         longest=max(facts.longest for facts in found),
         is_exact=all(facts.is_exact for facts in found),
     )
+
+
+def has_image_records(config: SwapConfig) -> bool:
+    """Whether the first record of a file of `[data]` names an image; False where none is there."""
+    try:
+        files = list(chain(*collect_files(config.data.paths))) if config.data is not None else []
+    except ConfigError:
+        return False
+    rows = (next(iter(read_rows(file, needed_columns)), {}) for file in files if is_records(file))
+    return any(map(has_images, rows))
 
 
 def _read(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:

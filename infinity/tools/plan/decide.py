@@ -18,6 +18,7 @@ from infinity.plan.predict import Forecast, forecast
 from infinity.simulate.job import batch_of
 from infinity.storage.arena import available_host_nbytes
 from infinity.tiers.open_device import device_kind
+from infinity.tools.plan.data_facts import IMAGES
 from infinity.tools.plan.draft import Draft, Wish, draft, fitted_draft
 from infinity.tools.training.settle import settle
 
@@ -31,7 +32,8 @@ def decide(
     """Returns the machine, the first draft that fits it, and its forecast; if none fits, the last
     draft with its obstacles. Raises CapacityError if the state fits in no way."""
     first = settle(draft(wish, None, spills=bool(wish.swap)).config.as_one_adapter())
-    model = model_for(first, directory.shape, directory.stored)
+    has_images = wish.data is not None and wish.data.noun == IMAGES
+    model = model_for(first, directory.shape, directory.stored, has_images=has_images)
     machine = machine_of(first, model, directory)
     drives = directory.num_drives if directory.files and not wish.is_here else None
     return machine, *fit(wish, model, machine, drives)

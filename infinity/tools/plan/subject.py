@@ -16,6 +16,7 @@ from infinity.plan.predict import Forecast, forecast_again
 from infinity.plan.shapes import scaled_gpt
 from infinity.simulate.job import MOST_SEQUENCES, UNKNOWN_BATCH, Batch, batch_of, most_tokens
 from infinity.tiers.open_device import device_kind
+from infinity.tools.plan.data_facts import has_image_records
 from infinity.tools.plan.measure import measure
 from infinity.tools.training.model import build_model, plan_model, refuse_untrainable
 
@@ -54,9 +55,13 @@ def planned_model(
     if directory is not None:
         if is_stored:
             drives = drives or directory.num_drives or None  # None before it is downloaded.
+        has_images = bool(directory.shape.tower) and has_image_records(config)
         if not is_scored:
-            refuse_untrainable(directory.path, config)
-        return model_for(config, directory.shape, directory.stored, is_frozen=is_scored), drives
+            refuse_untrainable(directory.path, config, has_images=has_images)
+        model = model_for(
+            config, directory.shape, directory.stored, is_frozen=is_scored, has_images=has_images
+        )
+        return model, drives
     if name is not None:
         return model_for(config, load_shape(name), is_frozen=is_scored), drives
     if params is not None:
@@ -76,7 +81,8 @@ def frozen_directory_of(config: SwapConfig, *, is_scored: bool) -> ModelDirector
             "expected model.path, the directory of the frozen model; got none. "
             "Without a directory, plan a shipped model with --model"
         )
-    return read_directory(config.model.path, trusts_code=config.model.trust_remote_code)
+    told = config.model
+    return read_directory(config.model.path, trusts_code=told.trust_remote_code, ignore=told.ignore)
 
 
 def machine_for(

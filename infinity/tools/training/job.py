@@ -18,6 +18,7 @@ from infinity.checkpoint.run.load import Loaded
 from infinity.config import JobConfig
 from infinity.errors import ConfigError
 from infinity.integrations.sampler import ServerSampler
+from infinity.modules.reading.configuration import refuse_text_alone
 from infinity.tools.training.adapter import adapter_nbytes, name_of
 from infinity.tools.training.base_identity import identify
 from infinity.tools.training.ending import versions
@@ -84,10 +85,14 @@ def prepare(
     sampler = sampler_of(config)
     read = read_model(config)
     model = build_model(read[0], config, configs[1:])
-    return [
+    jobs = [
         _prepare(config, stack, resume, rank, model, *read, sampler=sampler, started_s=started_s)
         for config, resume in zip(configs, resumed, strict=True)
     ]
+    if config.model.path is not None and jobs[0].data.processor is None:
+        where, trusts_code = str(config.model.path / "config.json"), config.model.trust_remote_code
+        refuse_text_alone(read[0].hf_config, where, trusts_code=trusts_code)
+    return jobs
 
 
 def _prepare(

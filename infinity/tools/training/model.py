@@ -24,6 +24,7 @@ from infinity.modules.reading.configuration import (
     config_of_directory,
     config_of_table,
     empty_model,
+    refuse_text_alone,
     table_of_file,
     towers,
 )
@@ -120,11 +121,14 @@ def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig
     return model
 
 
-def refuse_untrainable(path: Path, config: SwapConfig) -> None:
+def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = False) -> None:
     """Raises ConfigError as `build_model` does for the class of a directory, its checkpointing of
-    activations and a new adapter. Needs no weights."""
+    activations and a new adapter, and for one that needs images where there are none. Needs no
+    weights."""
     trusts_code = config.model is not None and config.model.trust_remote_code
     where, hf_config = str(path / "config.json"), config_of_directory(path, trusts_code=trusts_code)
+    if not has_images:
+        refuse_text_alone(hf_config, where, trusts_code=trusts_code)
     model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
     if config.train is not None and config.train.activation_checkpointing:
         checkpoint_activations(model)
