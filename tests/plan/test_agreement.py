@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from infinity.config import SwapConfig
+from infinity.config import JobConfig
 from infinity.config.source import read_file
 from infinity.errors import InfinityError
 from infinity.modules.reading.configuration import auto_class
@@ -87,7 +87,7 @@ def one_step(file: Path) -> None:
     table["data"]["held_out"] = 0.0
     table.pop("checkpoint", None)
     console = Console(file=io.StringIO(), width=200)
-    assert program.train(SwapConfig.load(table), console=console)[1] == 0
+    assert program.train(JobConfig.load(table), console=console)[1] == 0
 
 
 @pytest.mark.parametrize(
