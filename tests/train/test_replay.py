@@ -178,6 +178,13 @@ def test_a_step_that_the_run_has_not_made_is_refused(over_awq, tmp_path) -> None
         replay(over_awq.run, 11, console=_silent())
     with pytest.raises(ConfigError, match="no output directory of a run"):
         replay(tmp_path, console=_silent())
+    run = Path(shutil.copytree(over_awq.run, tmp_path / "run"))
+    _in_marker("receipts", 0, "threads", value="2")(Made(run, run, run), None)
+    with pytest.raises(ConfigError, match="infinity-run.json cannot be used: threads"):
+        replay(run, console=_silent())
+    _in_marker("receipts", value=[])(Made(run, run, run), None)
+    with pytest.raises(ConfigError, match="left no receipt"):
+        replay(run, console=_silent())
 
 
 def test_a_step_computed_again_after_a_crash_is_compared_with_its_first_line(tmp_path) -> None:

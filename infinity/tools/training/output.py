@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, list_of, read_json, table_of
+from infinity.bounded import (
+    MAX_TEXT_NBYTES,
+    MalformedError,
+    field,
+    integer,
+    list_of,
+    read_json,
+    table_of,
+)
 from infinity.checkpoint.durable import make_directory, replace_file
 from infinity.config import ConfigSource, JobConfig, SwapConfig
 from infinity.config.paths import RUN_NAMES
@@ -48,7 +56,18 @@ def receipts_of_run(directory: Path) -> list[dict[str, Any]]:
     """Returns what `Job.receipt` said to the processes that have made the steps of a run, in order.
     `after` of each is the step that it went on from, and `has_accepted` whether with other settings
     than those of its checkpoint. Raises ConfigError."""
-    found: list[dict[str, Any]] = _marked(directory / MARKER_NAME, "receipts", [], list_of)
+    found: list[dict[str, Any]] = _marked(directory / MARKER_NAME, "receipts", [], _receipts)
+    return found
+
+
+def _receipts(value: Any, what: str) -> list[dict[str, Any]]:
+    found = [table_of(row, f"one of {what}") for row in list_of(value, what)]
+    for row in found:
+        for key in ("after", "threads", "ranks"):
+            integer(field(row, key), key)
+        for key in ("has_accepted", "tokens_sha256", "base", "versions", "device"):
+            field(row, key)
+        table_of(row["versions"], "versions")
     return found
 
 

@@ -169,7 +169,7 @@ def _receipts_of(directory: Path, after: int, last: int) -> list[dict[str, Any]]
     """Returns the receipts of the processes that have made the steps between."""
     found = [receipt for receipt in receipts_of_run(directory) if receipt["after"] < last]
     ends = [*(receipt["after"] for receipt in found[1:]), last]
-    found = [receipt for receipt, end in zip(found, ends, strict=True) if end > after]
+    found = [receipt for receipt, end in zip(found, ends, strict=False) if end > after]
     if not found:
         raise ConfigError(f"{directory}: the run left no receipt; an older infinity has made it")
     return found
