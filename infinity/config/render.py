@@ -172,4 +172,5 @@ def _row(key: str, info: FieldInfo) -> str:
         default = f"`{json.dumps(written)}`"
     # Of a size the introduction has the forms.
     phrase = re.sub(r' such as "[^"]*"', "", problems.expected(info.annotation, info.metadata))
-    return f"* **`{key}`** ({default}): {phrase}. {' '.join((info.description or '').split())}"
+    phrase = "" if default in ("`true`", "`false`") else f"{phrase}. "
+    return f"* **`{key}`** ({default}): {phrase}{' '.join((info.description or '').split())}"
