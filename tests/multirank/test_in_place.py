@@ -24,9 +24,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import infinity
+from infinity.checkpoint import weight_source
+from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import InfinityError
 from infinity.testing import SimulatedDevice
-from infinity.tools.training.adapter import save_adapter
+from infinity.tools.training.adapter import attach_adapter, save_adapter
 from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled
 from tests.support.quantized import tiny_causal_lm, write_quantized
@@ -61,6 +63,7 @@ class Case:
     shard_over: str = "all"
     updates: str = "auto"
     adapters: str = "auto"
+    experts: tuple[str, ...] = ()  # Trained in full.
 
     @property
     def device(self) -> SimulatedDevice | None:
@@ -90,8 +93,12 @@ def model_over(base: Path, case: Case, swap: Path, **options: Any) -> Any:
     with infinity.init_empty_weights():
         architecture = AutoConfig.from_pretrained(base)
         model = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
-    torch.manual_seed(7)
-    model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    if case.experts:
+        options_of = AdapterConfig(targets=("o_proj",), experts_full=case.experts)
+        model = attach_adapter(model, options_of, base=weight_source(base), seed=7)
+    else:
+        torch.manual_seed(7)
+        model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
     config: dict[str, Any] = {
         "distributed": {
             "zero_stage": case.stage, "budgets": "rank", "exchange": case.exchange,
@@ -193,6 +200,13 @@ def test_ranks_train_over_every_layout_as_one_rank_does(
     for runs in assert_as_alone([(bases[name], way) for way in ways]):
         for run in runs:
             assert not is_collective or run.counters["ranks_gathered_nbytes"] > 0, run.counters
+
+
+def test_chosen_experts_train_in_full_as_on_one_rank(bases: dict[str, Path]) -> None:
+    experts = ("model.layers.1.mlp.experts.3", "model.layers.2.mlp.experts.0")
+    ways = [Case(experts=experts, layer_major=True), Case(experts=experts, exchange="collective")]
+    for runs in assert_as_alone([(bases["int4"], way) for way in ways]):
+        assert all(sum(".tiles." in name for name in run.seen) == 4 for run in runs)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from infinity.config import SwapConfig
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.modules.tiling.experts import TiledExperts
+from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tools.chat import open_writer
 from infinity.tools.convert.rewrite import write_directory
 from infinity.tools.scoring import program as scoring
@@ -164,31 +165,33 @@ def _own(engine: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layout", "dtype", "tier", "layer_major"),
+    ("architecture", "layout", "dtype", "tier", "layer_major", "device"),
     [
-        ("kimi-k2", "int4", torch.bfloat16, "nvme", True),
-        ("kimi-k2", "int4", torch.float32, "host", False),
-        ("gpt-oss", "bf16", torch.bfloat16, "host", False),
-        ("gpt-oss", "mxfp4", torch.float32, "nvme", True),
+        ("kimi-k2", "int4", torch.bfloat16, "nvme", True, False),
+        ("kimi-k2", "int4", torch.float32, "host", False, True),
+        ("gpt-oss", "bf16", torch.bfloat16, "host", False, False),
+        ("gpt-oss", "mxfp4", torch.float32, "nvme", True, True),
     ],
 )
 def test_chosen_experts_train_as_the_same_experts_unfrozen_in_memory(
     base_of: Any, tmp_path: Path, architecture: str, layout: str, dtype: torch.dtype, tier: str,
-    layer_major: bool,
+    layer_major: bool, device: bool,
 ) -> None:  # fmt: skip
-    """Beside LoRA, wherever state rests, in both orders, and after a checkpoint; the base's bytes
+    """Beside LoRA, wherever state rests, on a device, in both orders, and after a checkpoint; the base's bytes
     are read in place, but those of the chosen experts."""
     base, decoded = base_of(architecture, layout)
     placement = dict.fromkeys(("parameters", "master", "moments", "gradients"), tier)
     seen: dict[str, torch.Tensor] = {}
     for part in (range(STEPS // 2), range(STEPS // 2, STEPS)):
         with infinity.init_empty_weights():
-            config = AutoConfig.from_pretrained(base)
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            described = AutoConfig.from_pretrained(base)
+            model: Any = AutoModelForCausalLM.from_config(described, dtype=dtype)
         model.set_experts_implementation("eager")
         options = AdapterConfig(**LORA, experts_full=tuple(CHOSEN[architecture]))
         model = attach_adapter(model, options, base=weight_source(base), seed=7)
-        infinity.offload(model, config_of(tmp_path, placement=placement), weights=base)
+        simulated = SimulatedDevice(3) if device else None
+        config = config_of(tmp_path, placement=placement)
+        infinity.offload(model, config, weights=base, device=simulated)
         engine = infinity.engine_of(model)
         own = [unit for unit in engine.store.units if ".experts.tiles." in unit.name]
         assert {bool(unit.stored) for unit in own if not unit.state_numel} == {True}
@@ -416,6 +419,7 @@ def _toml(job: dict[str, Any]) -> str:
          "less than one expert; expected at least 6.2 %"),
         ({"experts_full": "top 50%", "experts_census": "census.json"}, "made over another base, /x"),
         ({"experts_full": "top 50%", "experts_census": "text.txt"}, "no census of experts"),
+        ({"experts_full": ["model.layers.1.mlp.experts.0"], "experts_census": "a"}, "is no census"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_chosen_is_refused_before_anything_is_read(

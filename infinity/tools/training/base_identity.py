@@ -138,7 +138,10 @@ def check_base(adapter: Path, base: BaseIdentity, named: str | None) -> None:
 
 def check_census(census: Path, base: BaseIdentity) -> None:
     """Raises ConfigError for a census of experts that was made over another base."""
-    table = table_of(table_of(read_json(census), "it").get("base"), "base")
+    try:
+        table = table_of(field(table_of(read_json(census), "it"), "base"), "base")
+    except (MalformedError, OSError) as error:
+        raise ConfigError(f"adapter.experts_census: {census} is no census: {error}") from None
     if any(table.get(key) != getattr(base, key) for key in ("table_sha256", "samples_sha256")):
         raise ConfigError(
             f"adapter.experts_census: {census} was made over another base, {table.get('path')}; "
