@@ -158,6 +158,11 @@ def test_an_adapter_of_all_experts_has_pefts_parameters() -> None:
     experts = sizes[0][0] - 4 * (64 + 64)
     assert sizes[0][1] == 4 * (64 + 64) + experts * 2 // 8
 
+    own = AdapterConfig(targets=(), experts_full=("model.layers.1.mlp.experts.5",))
+    in_full = [adapter_size(block, own, layer) for layer, block in enumerate(shape.blocks)]
+    numel = 3 * 64 * 32  # Of one expert: gate, up and down.
+    assert in_full == [(0, 0), (numel, numel * 2 // 8)]
+
 
 def test_an_unknown_target_is_refused_with_the_names() -> None:
     with pytest.raises(ConfigError, match="kv_a_proj_with_mqa, kv_b_proj, o_proj"):

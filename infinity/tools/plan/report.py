@@ -415,12 +415,11 @@ def _what(forecast: Forecast) -> str:
     if adapter is None:
         return f"scoring under {forecast.model.name} ({stored})"
     method = "LoRA" if adapter.method == "lora" else "DoRA"
-    where = ", experts included" if adapter.experts else ""
+    how = f"{method} of rank {adapter.rank}" + ", experts included" * adapter.experts
     if adapter.experts_full:
-        where = f" and {len(adapter.experts_full)} experts in full"
+        how = f"{how} and " * bool(adapter.targets) + f"{len(adapter.experts_full)} experts in full"
     return (
-        f"{method} of rank {adapter.rank}{where} ({count(frozen.trained_params)} parameters) "
-        f"over {forecast.model.name} ({stored})"
+        f"{how} ({count(frozen.trained_params)} parameters) over {forecast.model.name} ({stored})"
     )
 
 
