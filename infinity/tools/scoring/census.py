@@ -1,9 +1,10 @@
 """A census of the router over records: how often each expert is chosen, and with what weight.
 
 The two numbers of an expert are the scores of Wang et al., "Let the Expert Stick to His Last"
-(ESFT), 2024 (arXiv 2407.01906), section 3.2: its share of the choices in its layer ("tokens", the
-token selection ratio) and of the router's weights in it ("gate", the average gate score, relative
-to the sum over the layer).
+(ESFT), 2024 (arXiv 2407.01906): its share of the choices in its layer ("tokens", the token
+selection ratio), and of the router's weights in it ("gate", the average gate score, relative to the
+sum over the layer). They are over all tokens, as are those of the paper, whose samples are of one
+length.
 """
 
 from __future__ import annotations
