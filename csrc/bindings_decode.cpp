@@ -207,6 +207,9 @@ void codes(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale
   job.is_divided = global_scales.second;
   job.product_format = float_format(product);
   job.has_values = bits == 4 && values.size() == std::size(job.values);
+  if (!job.has_values && !values.empty()) {
+    throw py::value_error("expected 16 values, of codes of 4 bits");
+  }
   if (job.has_values) std::copy(values.begin(), values.end(), job.values);
   if (record) place(job, *record);
   job.code_format = is_float        ? decode::CodeFormat::kFp8

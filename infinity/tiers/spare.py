@@ -8,6 +8,7 @@ what is spare: free, and not needed by weights or sums that are still to come.
   more staging slots, for an update that is due      beside_weights_nbytes    FREE_SLOTS
   decoded weights outside of their zone              beside_weights_nbytes    WEIGHTS
   sums of gradients that stay unwritten              for_sums_nbytes          SUMS
+  blocks for norms of gradients on a device          what is free, to a cap   SUMS
   sums that a thread reads without the lock          unclaimed_nbytes         SUMS
   more staging slots, for the next pass              unclaimed_nbytes         FREE_SLOTS
   new state of early updates on the host             unclaimed_nbytes         IDLE_HOMES
@@ -60,9 +61,10 @@ class SpareMemory:
 class Giver(IntEnum):
     """What gives memory back, in the order in which the pool asks.
 
-    Every allocation asks the first three. They give back at once what costs nothing. The others may
-    wait for a write, or lose bytes that are read again: `HostPool.require` asks them, cheapest
-    first, after those.
+    `HostPool.try_allocate` and `require` ask the first three, which give back at once what costs
+    nothing. The others may wait for a write, or lose bytes that are read again: only `require` asks
+    them, cheapest first, after those. A tight pool is a stack, so there `require` asks the others
+    first. Slots of staging whose write or read is under way go as WRITTEN_SLOTS, SLOTS_READ_AHEAD.
     """
 
     FORGOTTEN_SUMS = auto()  # Sums that no update awaits.

@@ -1,5 +1,8 @@
 """Decisions about residency: pure functions of the access order and of the resident units.
 
+Shown by `tests/property/test_eviction.py`; the plan's use of it by `test_simulated_cache.py`, and
+the bytes of a run by `tests/parity/test_in_place_bytes.py` and `test_reads_ahead.py`.
+
 Memory that is allocated in one range needs neighbours to go: `choose_neighbours`.
 Elsewhere one unit after the other goes: `ByNextUse.victim`.
 
