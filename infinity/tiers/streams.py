@@ -4,10 +4,12 @@
 (`tiers/cuda.py`), or that of the simulated device, which reports operations without an order.
 
 Note [Streams]
-  Four streams: the current stream, which computes; `in` for copies host -> device; `out` for
-  copies device -> host; `decode`, which makes weights of stored bytes. Two more, `link` and `sums`,
-  carry the exchange between the devices of ranks (distributed/collective/exchange.py). A stream
-  waits for another one by an event. The host waits for a stream only in `Copy.wait`.
+  Five streams: the current stream, which computes; `in` for copies of regions host -> device;
+  `in-behind` for copies of other memory there, which wait for the computation so far, and would
+  hold up weights on `in`; `out` for copies device -> host; `decode`, which makes weights of stored
+  bytes. Two more, `link` and `sums`, carry the exchange between the devices of ranks
+  (distributed/collective/exchange.py). A stream waits for another one by an event. The host waits
+  for a stream only in `Copy.wait`.
 
   * Memory of regions is allocated and freed on `in`, so it passes from region to region, and never
     to or from activations: the memory reserved for weights does not grow with time. `decode` fills
@@ -169,8 +171,6 @@ class StreamDevice(DeviceAdapter):
         self.streams = streams
         self.faults = DeviceFaults(name)
         self._in = streams.new_stream("in")
-        # Of `copy`, which waits for the computation so far: weights that come on `in` would wait,
-        # too.
         self._in_behind = streams.new_stream("in-behind")
         self._out = streams.new_stream("out")
         self._decoder: Stream | None = None
@@ -328,6 +328,8 @@ class StreamDevice(DeviceAdapter):
         owner = self.streams.current()
         with self._copying:
             stream.wait_event(event_behind(self.streams, owner))
+            if inward:  # The memory may be that of a region.
+                stream.wait_event(event_behind(self.streams, self._in))
             copy = self._issue(stream, on_host.detach(), on_device.detach(), owner)
             while self._under_way and self._under_way[0].done():
                 self._under_way.popleft().release_memory()
@@ -344,12 +346,12 @@ class StreamDevice(DeviceAdapter):
 
     @reporting_faults
     def inward_waits(self, event: Event) -> None:
-        """Orders all later copies to the device after the event."""
+        """Orders all later copies of regions to the device after the event."""
         self._in.wait_event(event)
 
     @reporting_faults
     def inward_event(self) -> Event:
-        """Returns an event behind the copies to the device issued so far."""
+        """Returns an event behind the copies of regions to the device issued so far."""
         return event_behind(self.streams, self._in)
 
     @reporting_faults

@@ -34,8 +34,8 @@ class Io(Section):
     works, with 8 to 32 MiB in flight; an urgent read waits behind them."""
     rings: Annotated[int, integer(1, 16)] = 1
     """For experts: io_uring instances per drive, each with a thread, that share its queue and
-    depth. More than one pays only if one thread cannot feed the drive. Each pins the arena once
-    more against the memlock limit."""
+    depth. More than one pays only if one thread cannot feed the drive. Before
+    Linux 6.12 each pins the arena once more against the memlock limit."""
     flags: Annotated[RingFlagsName, choice(RingFlagsName)] = "auto"
     """For experts: the flags of the rings. "auto" takes the first of the others, in this order,
     that the kernel grants. It is an error if the kernel refuses flags that the file names."""
