@@ -27,8 +27,8 @@ from infinity.tools.training import program
 from infinity.tools.training.metrics import MetricsFile
 from infinity.tools.training.replay import Replay, replay
 from infinity.tools.training.trainer import RunTrainer
+from tests.support.commands import run_command
 from tests.support.damaged import edit_manifest
-from tests.support.forked import COMMAND, run_script
 from tests.support.quantized import read_headers, tiny_causal_lm, write_quantized
 
 LAST = 10
@@ -92,7 +92,8 @@ def _train(
         "data": {"paths": [str(data)], "sequence_length": 32, "held_out": 0.1},
         "train": {
             "method": method, "steps": steps, "batch_size": 2, "gradient_accumulation_steps": 2, "eval_every": 4,
-            "schedule": "cosine", "warmup_steps": 2, "eval_batches": 1,
+            "schedule": "cosine", "warmup_steps": min(2, steps - 1), "eval_batches": 1,
+            "threads": 1 if share < 1 else "auto",
         },
         "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5},
         "output": {"directory": str(place / "run")},
@@ -136,12 +137,12 @@ def _files(place: Path) -> dict[Path, int]:
 
 def test_a_step_is_replayed_from_the_checkpoint_before_it_by_the_command(over_awq) -> None:
     run = over_awq.run
-    done = run_script(COMMAND, "replay", run, "--step", 6, "--json")
+    done = run_command("replay", run, "--step", 6, "--json")
     found = json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     assert (found["after"], found["step"], found["compared"]["loss"]) == (4, 6, 2)
-    done = run_script(COMMAND, "replay", run, "--step", 6, "--set", "optimizer.eps=1e-6")
-    assert done.returncode == 1
+    done = run_command("replay", run, "--step", 6, "--set", "optimizer.eps=1e-6")
+    assert done.exit_code == 1
     assert "DIFFERS: settings: optimizer.eps is 1e-06 and was 1e-08" in done.stdout
 
 
@@ -436,10 +437,17 @@ def test_a_planted_change_is_found_and_named(change, over_awq, tmp_path, monkeyp
     assert re.search(text, said), said
 
 
-def test_a_flipped_bit_of_a_base_that_is_trained_in_full_shows_in_the_first_step(
-    in_full, tmp_path
+def test_a_flipped_bit_of_a_base_that_is_copied_shows_in_the_first_digest_of_the_state(
+    in_full, over_awq, tmp_path
 ) -> None:
-    base = Path(shutil.copytree(in_full.base, tmp_path / "base"))
-    _flipped(f"{IN_LAYER_2}.weight")(Made(in_full.run, base, in_full.data), None)
-    found = replay(in_full.run, 1, overrides=[f"model.path={base}"], console=_silent())
-    assert {row["what"] for row in found["differences"]} >= {"state"}, found["differences"]
+    """Weights that are trained, and frozen ones. A base that is read in its files has no part."""
+    (tmp_path / "base").symlink_to(over_awq.base)
+    sections = {"adapter": {"rank": 4}, "placement": {"frozen": "copy"}}
+    copied = _train(tmp_path, sections, share=1e12, steps=1)
+    for number, (made, name) in enumerate(((in_full, "weight"), (copied, "scales"))):
+        base = Path(shutil.copytree(made.base, tmp_path / f"base-{number}"))
+        _flipped(f"{IN_LAYER_2}.{name}")(Made(made.run, base, made.data), None)
+        found = replay(made.run, 1, overrides=[f"model.path={base}"], console=_silent())
+        assert "state" in {row["what"] for row in found["differences"]}, found["differences"]
+    found = replay(made.run, overrides=["placement.frozen=checkpoint"], console=_silent())
+    assert found["is_equal"] and "state" not in found["compared"]

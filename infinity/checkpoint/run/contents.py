@@ -175,14 +175,12 @@ def kept_tensors(state: StateAccess) -> KeptTensors:
 
 
 def digest_of_state(state: StateAccess) -> str:
-    """Returns a SHA-256 of all that is trained: weights, masters and moments, wherever and in
-    whatever units and tiles they rest. On one rank."""
+    """Returns a SHA-256 of all weights, masters and moments on tiers, wherever they rest, and in
+    whatever units and tiles. On one rank."""
     found: dict[tuple[str, str], HASH] = {}
-    for unit in filter(Unit.trainable, state.units):
+    for unit in (unit for unit in state.units if unit.stored is None):
         for state_kind in STREAMED:
             for part in state.parts(unit, state_kind) if state.has_kind(unit, state_kind) else ():
-                if part.spec.state_offset < 0:
-                    continue
                 key = name_of_tiled(part.spec.name), state_kind.value
                 sha256 = found.setdefault(key, hashlib.sha256())
                 for values in (part.values, part.scales):

@@ -186,22 +186,17 @@ def _check_checkpoint_space(model: Any, config: JobConfig, output: Path) -> None
     swap directory, checkpoints may be links, and `offload` reserves their space."""
     if config.checkpoint is None or config.tiers.nvme:
         return
+    trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    moment_nbytes = 1 if config.precision.moments == "8bit" else 4
     place = config.checkpoint_directory
     check_space(
         place if place.is_dir() else output,
-        trainable_nbytes(model, config),
+        trained * (4 + moment_nbytes * config.optimizer.num_moments),
         path=place,
         operation="checkpoint",
         needs="a checkpoint needs",
         remedy="; free space, or name another checkpoint.directory",
     )
-
-
-def trainable_nbytes(model: Any, config: JobConfig) -> int:
-    """Returns the bytes of masters and moments of what is trained."""
-    trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    moment_nbytes = 1 if config.precision.moments == "8bit" else 4
-    return trained * (4 + moment_nbytes * config.optimizer.num_moments)
 
 
 def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer, list[int]]:

@@ -58,7 +58,7 @@ from infinity.storage.shards import ShardFiles
 from infinity.tools.training.adapter import name_of, save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
 from infinity.tools.training.ending import Event, model_card, next_commands, notify
-from infinity.tools.training.job import Job, prepare, trainable_nbytes
+from infinity.tools.training.job import Job, prepare
 from infinity.tools.training.model import generate, reference_path, share_budgets
 from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
 from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
@@ -302,8 +302,9 @@ class Run:
         self._reporter.start(path, resumed_at=self.summary.resumed_at)
         now_s = time.perf_counter()
         self.summary.phases_s["setup_s"] = now_s - self._job.started_s
-        of_state = trainable_nbytes(self._job.model, self._config)
-        self._digest_due_s = now_s + of_state / _DIGESTED_PER_S / _DIGEST_SHARE
+        placed = self._engine.placed_nbytes().values()
+        nbytes = sum(n for tiers in placed for tier, n in tiers.items() if tier != "checkpoint")
+        self._digest_due_s = now_s + nbytes / _DIGESTED_PER_S / _DIGEST_SHARE
         if self._tracing is not None or self._job.rank.count > 1:
             # A digest makes updates early, which a trace is to show; ranks have a part each.
             self._digest_due_s = math.inf
