@@ -11,8 +11,8 @@ import fnmatch
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,57 +99,44 @@ def read_directory(
     )
 
 
-@dataclass(slots=True)
-class _PartBytes:
-    """The ranges of one part of the model, as its tensors are found."""
-
-    nbytes: int = 0
-    is_encoded: bool = False
-    ranges: defaultdict[int, list[FileRange]] = field(default_factory=lambda: defaultdict(list))
-    stacks: list[FileRange] = field(default_factory=list)
-
-    def add(self, source: WeightTensors, name: str, num_experts: int) -> None:
-        """Counts a logical tensor; `num_experts` of routed experts, else 0."""
-        codec, ranges = source.stored(name)
-        self.nbytes += sum(part.nbytes for part in ranges)
-        self.is_encoded |= not isinstance(codec, Plain)
-        found = _EXPERT.search(name)
-        if num_experts and found is None and source.shape(name)[:1] == (num_experts,):
-            self.stacks += ranges
-        else:
-            number = int(found[1]) if found is not None else 0
-            self.ranges[number if number < num_experts else 0] += ranges
-
-    def planned(self, num_experts: int) -> PlannedPart:
-        """Returns the bytes, and where they are."""
-        if num_experts:
-            tensor = stored_experts(self.ranges, self.stacks, num_experts)
-        else:
-            tensor = stored_bytes(self.ranges[0])
-        return PlannedPart(self.nbytes, self.is_encoded, tensor)
-
-
 def _stored(
     plan: ImportPlan, shape: ModelShape, places: Mapping[str, PartKey], format_name: str
 ) -> StoredModel:
     """Returns the bytes of each part. A tensor of several targets is in the place of the first."""
-    source, parts = plan.source, defaultdict[PartKey, _PartBytes](_PartBytes)
-
-    def num_experts(key: PartKey) -> int:
-        return shape.blocks[key[0]].num_experts if key[1] and isinstance(key[0], int) else 0
-
+    sources: defaultdict[PartKey, list[str]] = defaultdict(list)
     for planned in plan.groups:
         targets = (plan.view.targets[name] for name in planned.targets if name in plan.view.targets)
         names = [name for target in targets for name in target.parameter_names]
         if names:
-            key = places[names[0]]
-            for name in planned.group.source_names:
-                parts[key].add(source, name, num_experts(key))
-    read_nbytes = sum(part.nbytes for part in parts.values())
-    unused = PlannedPart(source.nbytes - read_nbytes)
-    found = {key: part.planned(num_experts(key)) for key, part in parts.items()}
-    stored = StoredModel({**found, ("unused", False): unused}, format_name)
+            sources[places[names[0]]] += planned.group.source_names
+    parts = {}
+    for (place, is_routed), names in sources.items():
+        block = shape.blocks[place] if is_routed and isinstance(place, int) else None
+        num_experts = block.num_experts if block is not None else 0
+        parts[place, is_routed] = _part(plan.source, names, num_experts)
+    unused = PlannedPart(plan.source.nbytes - sum(part.nbytes for part in parts.values()))
+    stored = StoredModel({**parts, ("unused", False): unused}, format_name)
     return replace(stored, formats="; ".join([format_name, *_left_out(stored, shape)]))
+
+
+def _part(source: WeightTensors, names: Iterable[str], num_experts: int) -> PlannedPart:
+    """Returns the bytes of logical tensors, and where they are: by expert, of routed experts."""
+    ranges: defaultdict[int, list[FileRange]] = defaultdict(list)
+    stacks: list[FileRange] = []
+    nbytes, is_encoded = 0, False
+    for name in names:
+        codec, own = source.stored(name)
+        nbytes += sum(part.nbytes for part in own)
+        is_encoded |= not isinstance(codec, Plain)
+        found = _EXPERT.search(name)
+        number = int(found[1]) if found is not None else 0
+        if num_experts and found is None and source.shape(name)[:1] == (num_experts,):
+            stacks += own
+        else:
+            ranges[number if number < num_experts else 0] += own
+    if num_experts:
+        return PlannedPart(nbytes, is_encoded, stored_experts(ranges, stacks, num_experts))
+    return PlannedPart(nbytes, is_encoded, stored_bytes(ranges[0]))
 
 
 def _left_out(stored: StoredModel, shape: ModelShape) -> Iterator[str]:
@@ -169,6 +156,10 @@ _MODULES: dict[Part, str] = {
     "dense": "model.layers.7.mlp.gate_proj",
     "shared": "model.layers.7.mlp.shared_experts.gate_proj",
     "experts": "model.layers.7.mlp.experts.0.gate_proj",
+}
+_OUTSIDE: dict[str, dict[Part, str]] = {
+    "compressed-tensors": {"head": "lm_head"},
+    "mlx": {"head": "lm_head", "embedding": "model.embed_tokens"},
 }
 # Of modelopt and quark, by a word of their algorithm.
 _ALGORITHMS = {
@@ -197,9 +188,10 @@ def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | 
     if name == "mxfp4":
         return PublishedFormat(format=name, parts=("experts",))
     patterns = [str(pattern) for key in _LEFT_OUT_KEYS for pattern in quantization.get(key) or ()]
+    modules = _MODULES | _OUTSIDE.get(str(method), {})
     parts = tuple(
         part
-        for part, module in _MODULES.items()
+        for part, module in modules.items()
         if not any(_matches(pattern, module) for pattern in patterns)
     )
     experts = (

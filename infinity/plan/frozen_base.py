@@ -117,11 +117,12 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
     name = PLAIN if shape.stored is None else shape.stored.format
     of_experts = name if shape.stored is None else shape.stored.experts or name
 
-    def part(weights: Iterable[Weight]) -> PlannedPart:
+    def part(weights: Iterable[Weight], place: Place = "norm") -> PlannedPart:
         nbytes, is_encoded = 0, False
         for weight in weights:
-            is_code = weight.is_linear and weight.part in formatted
-            *stacked, rows, columns = weight.shape if weight.is_linear else (weight.numel, 1)
+            is_matrix = weight.is_linear or (place in formatted and len(weight.shape) == 2)
+            is_code = is_matrix and bool({weight.part, place} & formatted)
+            *stacked, rows, columns = weight.shape if is_matrix else (weight.numel, 1)
             if weight.part == "experts" and "gate_up" in weight.module and rows % 2 == 0:
                 stacked, rows = [*stacked, 2], rows // 2  # Files have the two apart.
             own = of_experts if weight.part == "experts" else name
@@ -131,9 +132,9 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
         return PlannedPart(nbytes, is_encoded)
 
     parts: dict[PartKey, PlannedPart] = {
-        ("embedding", False): part(shape.embedding),
+        ("embedding", False): part(shape.embedding, "embedding"),
         ("norm", False): part(shape.norm),
-        ("head", False): part(shape.head),
+        ("head", False): part(shape.head, "head"),
         ("tower", False): part(shape.tower),
     }
     for layer, block in enumerate(shape.blocks):

@@ -25,8 +25,8 @@ from infinity.plan.tables import Table
 # "tower"; no pass reads "unused".
 Place = int | Literal["embedding", "norm", "head", "tower", "unused"]
 PartKey = tuple[Place, bool]  # With whether they are of routed experts.
-# Parts of a block whose weights a checkpoint stores in one format.
-Part = Literal["attention", "dense", "shared", "experts", "router"]
+# Parts of a block, and places outside, whose weights a checkpoint stores in one format.
+Part = Literal["attention", "dense", "shared", "experts", "router", "embedding", "head"]
 _AUTO_PARTS = ("attention", "dense", "shared")
 _ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
 _TOP_K = (

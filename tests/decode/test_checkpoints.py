@@ -51,7 +51,7 @@ PUBLISHED = [
     ("llama", "gptq-order", 21),
     ("qwen3-moe", "awq", 84),
     ("llama", "auto-round", 21),
-    ("llama", "mlx", 21),
+    ("llama", "mlx", 23),
     ("llama", "metal", 21),
     ("llama", "hqq", 21),
     ("llama", "llm-int8", 21),

@@ -44,6 +44,7 @@ Names = list[str]
 Stored = tuple[str, tuple[int, ...], torch.Tensor]
 
 _PROJECTIONS = re.compile(r"\.layers\.\d+\..*(_proj|_proj_with_mqa)\.weight$")
+_OF_MLX = re.compile(r"(_proj|embed_tokens|lm_head)\.weight$")
 _EXPERTS = re.compile(r"\.experts\.\d+\..*_proj\.weight$")
 _PACKED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
@@ -246,7 +247,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # mlx-lm, hqq through transformers, LLM.int8 of bitsandbytes, quark.
     "mlx": Layout(
-        _matching(_PROJECTIONS, AffineGroups(64, layout="MLX")),
+        _matching(_OF_MLX, AffineGroups(64, layout="MLX")),
         {"group_size": 64, "bits": 4, "model.layers.0.mlp": False},
     ),
     "metal": Layout(
