@@ -408,3 +408,14 @@ def test_a_directory_that_needs_its_own_code_is_refused_without_a_question(tmp_p
         ConfigError, match=r"model\.path: .*config\.json: .*'nobodys'.*has code of its own"
     ):
         run(table)
+
+
+def test_tiles_that_a_codec_cannot_cut_are_copied_with_a_line(
+    tmp_path: Path, table: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_causal_lm("llama", vocab_size=256, max_position_embeddings=128)
+    write_quantized(model, tmp_path / "base", "awq")
+    table["schedule"] = {"tile": "64KiB"}
+    with caplog.at_level("INFO", logger="infinity"):
+        run(table)
+    assert "cannot be cut into tiles in place and are copied" in caplog.text

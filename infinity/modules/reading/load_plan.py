@@ -81,13 +81,20 @@ class StoredParams:
 
         A parameter with a tile that its codec cannot cut out of the stored bytes is left out.
         """
-        found = dict(self._by_id)
+        found, copied = dict(self._by_id), []
         for tiled in tiled_params:
             stored = found.pop(id(tiled.tensor), None)
             if stored is None:
                 continue
             parts = stored_tiles(stored, tiled.starts)
+            copied += [tiled] if parts is None else []
             for index, part in enumerate(parts or ()):
                 if index not in tiled.own:
                     found[id(tiled.tiles[index])] = part
+        if copied:
+            _log.info(
+                "%s of frozen weights cannot be cut into tiles in place and are copied, the "
+                "first of them %r",
+                format_nbytes(sum(of.tensor.nbytes for of in copied)), copied[0].name,
+            )  # fmt: skip
         return found
