@@ -126,6 +126,18 @@ def test_a_run_over_records_has_the_bits_of_trl_and_peft_in_memory(
         assert torch.equal(value, expected[name]), name
 
 
+def test_a_token_of_a_preference_counts_once(tmp_path, table) -> None:
+    """A prompt of 4 bytes twice, answers of 3 and 2, and the end of each."""
+    records = [{"prompt": "aaaa", "chosen": "bbb", "rejected": "cc"}] * 8
+    write(tmp_path / "data.jsonl", records)
+    table["train"] |= {"method": "dpo", "steps": 1}
+    train = SwapConfig.load(table).train
+    run(table)
+    [line] = (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()
+    num_records = train.batch_size * train.gradient_accumulation_steps
+    assert json.loads(line)["num_tokens"] == num_records * (2 * 4 + 3 + 2 + 2)
+
+
 def test_all_weights_learn_preferences_against_the_model_before_training(
     tmp_path, table, base, monkeypatch
 ) -> None:

@@ -501,7 +501,9 @@ class RunTrainer(OffloadedTrainer):
             inputs = self._buffered_inputs[len(now.losses)]
         now.losses.append(float(loss))
         now.total = now.total + loss.detach().float().cpu()
-        masks = [inputs.get(f"{part}_mask") for part in ("attention", "prompt", "completion")]
+        # What is generated has no mask of both parts. That of preferences has completions in it.
+        parts = ("attention",) if "attention_mask" in inputs else ("prompt", "completion")
+        masks = [inputs.get(f"{part}_mask") for part in parts]
         counts = [int(mask.sum()) for mask in masks if mask is not None]
         now.num_tokens += sum(counts) if counts else inputs["input_ids"].numel()
         now.rows += digests_of_rows(inputs)  # The loss has waited for the device.
