@@ -110,7 +110,7 @@ def prepare_trainer(
     if isinstance(sampler, str):
         sampler = ServerSampler(sampler)
     if sampler is not None:
-        sampler.attach(target)
+        sampler.check(target)
     _offload(target.model, config, weights=weights, is_bf16=target.args.bf16)
     if target.args.bf16:
         target.args.bf16 = False  # Another accelerator of this trainer would ask for autocast.
@@ -126,6 +126,8 @@ def prepare_trainer(
     if not issubclass(cls, OffloadedTrainer):
         own = {"__module__": cls.__module__}
         target.__class__ = type(cls.__name__, (OffloadedTrainer, cls), own)
+    if sampler is not None:
+        sampler.attach(target)
     return trainer
 
 

@@ -10,29 +10,42 @@ Sources: vLLM 0.33.0, `vllm/entrypoints/serve/lora` and `openai/completion`; SGL
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import http.client
 import itertools
 import json
 import os
+import re
+import secrets
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from infinity.bounded import MAX_JSON_NBYTES
+from infinity import bounded
+from infinity.bounded import MalformedError, field, integer, list_of, table_of
 from infinity.errors import ConfigError, UnsupportedError, listed, reporting
 
-_TIMEOUT_S, _GREETING_TIMEOUT_S = 600, 30
+_TIMEOUT_S, _GREETING_S = 600, 30
 _TOP = 100  # Tokens that a server without the log-probabilities of prompts gives at each position.
+_TOO_LARGE = 1e30  # Of a log-probability.
 _AT_ONCE = 64  # Requests to a server, which batches them.
-_PREFIX = "token_id:"  # Of a token that vLLM writes as its id.
+_ID = re.compile(r"token_id:(\d{1,18})")  # A token that vLLM writes as its id.
+_ADDRESS = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^\s/:?#\[\]]+)(:\d{1,5})?(/[!-~]*)?")
 
 Method = Literal["echo", "prompt_logprobs", "next token"]
 Sampled: TypeAlias = tuple[list[int], list[float]]  # Token ids, and the log-probability of each.
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except MalformedError as error:
+        raise ConfigError(f"the server's answer cannot be read: {error}") from None
 
 
 class Server:
@@ -42,21 +55,24 @@ class Server:
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
         """key: the name of the environment variable that holds the bearer token."""
-        if not url.startswith(("http://", "https://")):
+        if not _ADDRESS.fullmatch(url):
             raise ConfigError(f"{url!r} is no address of a server; expected http://HOST:PORT")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.method: Method | None = None
         self._loads: tuple[str, bool] | None = None  # The path, and whether names get the base's.
-        self._headers = {"Content-Type": "application/json"}
+        self._token: str | None = None
         if key is not None:
             if key not in os.environ:
                 raise ConfigError(f"--key {key}: there is no environment variable of this name")
-            self._headers["Authorization"] = f"Bearer {os.environ[key]}"
+            self._token = os.environ[key]
+            if not (self._token.isascii() and self._token.isprintable()):
+                raise ConfigError(f"--key {key}: expected one line of printable ASCII in it")
 
+    @_readable()
     def models(self) -> list[str]:
         """Returns the names that the server lists."""
-        found = self._ask("v1/models", timeout_s=_GREETING_TIMEOUT_S)
-        return [str(model["id"]) for model in found.get("data", []) if "id" in model]
+        models = _tables(self._ask("v1/models"), "data")
+        return [str(model["id"]) for model in models if "id" in model]
 
     def only_model(self, remedy: str, *, but: str | None = None) -> str:
         """Returns the name of the model of a server that has one, `but` those with this beginning.
@@ -66,6 +82,7 @@ class Server:
             raise ConfigError(f"{self.url} has {listed(names) or 'no model'}; {remedy}")
         return names[0]
 
+    @_readable()
     def log_probs(self, model: str, prompt: Sequence[int]) -> list[float | None]:
         """Returns the log-probabilities of all tokens but the first. Raises ConfigError if the
         server cannot be reached, or gives none."""
@@ -91,6 +108,7 @@ class Server:
             "/v1/completions that takes token ids, and logprobs"
         )
 
+    @_readable()
     def sample(
         self, model: str, prompt: Sequence[int], count: int, **options: Any
     ) -> list[Sampled]:
@@ -121,7 +139,7 @@ class Server:
             try:
                 self._send(path, body)
             except _RefusedError as error:
-                refusals.append(f"{path}: {error}")
+                refusals.append(str(error))
                 continue
             self._loads = path, has_base
             return f"{base}:{name}" if has_base else name
@@ -132,34 +150,34 @@ class Server:
         )
 
     def unload_adapter(self, name: str) -> None:
-        """Makes the server forget an adapter, if it has one of this name."""
-        for path in ("v1/unload_lora_adapter", "unload_lora_adapter"):
-            try:
-                self._send(path, {"lora_name": name})
-            except _RefusedError:
-                continue
-            return
+        """Makes the server forget an adapter that it was told to load."""
+        with contextlib.suppress(_RefusedError):
+            path = "v1/load_lora_adapter" if self._loads is None else self._loads[0]
+            self._send(path.replace("load", "unload"), {"lora_name": name}, timeout_s=_GREETING_S)
 
     def _echo(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
         choice = self._complete(model, prompt, echo=True, logprobs=1)
-        values = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        return values[1 : len(prompt)] if len(values) >= len(prompt) else None
+        values = _list(choice, "logprobs", "token_logprobs")[: len(prompt)]
+        return [_log_prob(v) for v in values[1:]] if len(values) == len(prompt) else None
 
     def _prompt_log_probs(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
-        rows = self._complete(model, prompt, prompt_logprobs=0).get("prompt_logprobs") or []
+        rows = _list(self._complete(model, prompt, prompt_logprobs=0), "prompt_logprobs")
         if len(rows) != len(prompt):
             return None
-        return [row[str(token)]["logprob"] for row, token in zip(rows[1:], prompt[1:], strict=True)]
+        pairs = zip(rows[1:], map(str, prompt[1:]), strict=True)
+        said = [table_of(field(table_of(row, "a row"), token), token) for row, token in pairs]
+        return [_log_prob(field(one, "logprob")) for one in said]
 
     def _next_tokens(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
         found = []
         for end in range(1, len(prompt)):
             choice = self._complete(model, prompt[:end], logprobs=_TOP, n_probs=_TOP)
-            rows = (choice.get("logprobs") or {}).get("content") or []
+            rows = _tables(choice, "logprobs", "content")
             if not rows or "id" not in rows[0]:  # The text of a token does not say which it is.
                 return None
-            top = {row["id"]: row["logprob"] for row in rows[0].get("top_logprobs", [])}
-            found.append(top.get(prompt[end]))
+            rows = _tables(rows[0], "top_logprobs")
+            top = {str(row.get("id")): _log_prob(row.get("logprob")) for row in rows}
+            found.append(top.get(str(prompt[end])))
         return found
 
     def _complete(self, model: str, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
@@ -168,35 +186,30 @@ class Server:
 
     def _choices(self, model: str, prompt: Sequence[int], **options: Any) -> list[dict[str, Any]]:
         found = self._ask("v1/completions", {"model": model, "prompt": list(prompt), **options})
-        return found.get("choices") or []
+        return _tables(found, "choices")
 
-    def _ask(
-        self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S
-    ) -> dict[str, Any]:
-        content = self._send(path, body, timeout_s=timeout_s)
-        try:
-            found = json.loads(content)
-        except ValueError as error:
-            raise ConfigError(f"{self.url}/{path} gives no JSON: {error}") from None
-        return found if isinstance(found, dict) else {}
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        content = self._send(path, body, timeout_s=_GREETING_S if body is None else _TIMEOUT_S)
+        return table_of(bounded.parse_json(content, is_strict=False), path)
 
     def _send(
         self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S
     ) -> bytes:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/{path}", data, self._headers)
+        where, data = f"{self.url}/{path}", None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(where, data, {"Content-Type": "application/json"})
+        if self._token is not None:  # Not for the target of a redirect.
+            request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                content: bytes = response.read(MAX_JSON_NBYTES)
+                content: bytes = response.read(bounded.MAX_JSON_NBYTES)
                 return content
         except urllib.error.HTTPError as error:
-            raise _RefusedError(
-                f"{error.code} {error.read(500).decode(errors='replace')}"
-            ) from None
-        except (OSError, http.client.HTTPException) as error:
+            said = error.read(500).decode(errors="replace")
+            raise _RefusedError(f"{where} answers {error.code} {said}") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
             raise ConfigError(
-                f"{self.url}/{path} does not answer: {error}. Start the server (again); a run that "
-                "needs it goes on from its last checkpoint"
+                f"{where} does not answer: {error}. Start the server (again); a run that needs it "
+                "goes on from its last checkpoint"
             ) from None
 
 
@@ -204,16 +217,32 @@ class _RefusedError(ConfigError):
     """The server answered a request with an error."""
 
 
+def _list(table: dict[str, Any], *keys: str) -> list[Any]:
+    for key in keys[:-1]:
+        table = table_of(table.get(key) or {}, key)
+    return list_of(table.get(keys[-1]) or [], keys[-1])
+
+
+def _tables(table: dict[str, Any], *keys: str) -> list[dict[str, Any]]:
+    return [table_of(one, f"one of {keys[-1]}") for one in _list(table, *keys)]
+
+
+def _log_prob(value: Any) -> Any:
+    if value is None or (type(value) in (int, float) and abs(value) < _TOO_LARGE):
+        return value
+    raise MalformedError(f"a log-probability is {value!r:.40}; expected a finite number")
+
+
 def _sampled(choice: dict[str, Any]) -> Sampled | None:
     """Returns the tokens of a choice, or None where it does not say which they are."""
-    said = choice.get("logprobs") or {}
-    values, written = said.get("token_logprobs") or [], said.get("tokens") or []
-    ids = choice.get("token_ids") or choice.get("response_token_ids")
-    if not ids and all(str(token).startswith(_PREFIX) for token in written):
-        ids = [token.removeprefix(_PREFIX) for token in written]
+    values = [_log_prob(value) for value in _list(choice, "logprobs", "token_logprobs")]
+    ids = _list(choice, "token_ids") or _list(choice, "response_token_ids")
+    if not ids:
+        matches = [_ID.fullmatch(str(token)) for token in _list(choice, "logprobs", "tokens")]
+        ids = [int(match[1]) for match in matches if match]
     if not ids or len(ids) != len(values) or None in values:
         return None
-    return [int(token) for token in ids], [float(value) for value in values]
+    return [integer(token, "a token id") for token in ids], values
 
 
 class ServerSampler:
@@ -242,11 +271,12 @@ class ServerSampler:
         self._base = model or self._server.only_model(remedy, but="infinity-")
         self._directory = None if directory is None else Path(directory).absolute()
         self._model = self._base
+        self._loaded: Path | None = None  # The adapter that is there, under its name.
         self._server.sample(self._base, [1], 1, max_tokens=1)
 
-    def attach(self, trainer: Any) -> None:
-        """Makes a GRPO trainer sample here. Raises UnsupportedError for another trainer, and for a
-        model without an adapter."""
+    def check(self, trainer: Any) -> None:
+        """Raises UnsupportedError for another trainer than a GRPO trainer, and for a model without
+        an adapter."""
         if not any(cls.__name__ == "GRPOTrainer" for cls in type(trainer).__mro__):
             raise UnsupportedError(
                 f"sampler: expected TRL's GRPOTrainer, which takes log-probabilities of a sampler, "
@@ -257,12 +287,24 @@ class ServerSampler:
                 "sampler: only an adapter is handed over to a server, and this model has none; "
                 "give `peft_config` to infinity.from_pretrained, or leave `sampler` out"
             )
-        self._trainer = trainer
+
+    def attach(self, trainer: Any) -> None:
+        """Makes a trainer that `check` has accepted sample here. The server forgets the last
+        adapter when training ends, in whatever way."""
+        self._trainer, plain = trainer, trainer.train
         if self._directory is None:
             self._directory = Path(trainer.args.output_dir).absolute() / "sampler"
-        vars(trainer).update(
-            use_vllm=True, vllm_mode="server", vllm_generation=self, _last_loaded_step=-1
-        )
+
+        def train(*args: Any, **options: Any) -> Any:
+            try:
+                return plain(*args, **options)
+            finally:
+                trainer._last_loaded_step = -1  # noqa: SLF001
+                with contextlib.suppress(ConfigError):
+                    self._forget()
+
+        trainer.train, trainer.use_vllm, trainer.vllm_mode = train, True, "server"
+        trainer.vllm_generation, trainer._last_loaded_step = self, -1  # noqa: SLF001
 
     def sync_weights(self) -> None:
         """Writes the adapter and lets the server read it in place of the one before. TRL calls this
@@ -273,14 +315,13 @@ class ServerSampler:
 
         trainer, directory = self._trainer, self._directory
         assert directory is not None
-        mark = hashlib.sha256(str(directory).encode()).hexdigest()[:8]
-        name, adapter = f"infinity-{mark}-{trainer.state.global_step}", trainer.model.active_adapter
+        adapter = trainer.model.active_adapter
         with engine_of(trainer.model).ranks.collective_section("hand over an adapter"):
             if trainer.accelerator.is_main_process:
-                for before in directory.glob(f"infinity-{mark}-*"):  # Also of a run that has died.
-                    self._server.unload_adapter(before.name)
-                    shutil.rmtree(before, ignore_errors=True)
-                place = directory / name
+                self._forget()
+                # Servers keep prefixes by this name, so no other adapter may ever have it.
+                name = f"infinity-{secrets.token_hex(4)}-{trainer.state.global_step}"
+                place = self._loaded = directory / name
                 with reporting("write the adapter", place):
                     trainer.model.save_pretrained(
                         place, selected_adapters=[adapter], save_embedding_layers=False
@@ -288,6 +329,13 @@ class ServerSampler:
                 written = place if adapter == "default" else place / adapter
                 self._model = self._server.load_adapter(self._base, name, written)
         self._model = broadcast_object_list([self._model])[0]
+
+    def _forget(self) -> None:
+        """Lets the server unload the adapter, and removes its files."""
+        place, self._loaded = self._loaded, None
+        if place is not None:
+            shutil.rmtree(place, ignore_errors=True)
+            self._server.unload_adapter(place.name)
 
     def generate(self, prompts: Sequence[list[int]], images: Any = None, **_: Any) -> Any:
         """Returns what TRL's `VLLMGeneration.generate` does: prompts, completions, and of each of
@@ -298,21 +346,32 @@ class ServerSampler:
             raise UnsupportedError("sampler: prompts with images are not sent to a server")
         groups = [(list(ids), len(list(rows))) for ids, rows in itertools.groupby(prompts)]
         seeds = torch.randint(1 << 31, (len(groups),)).tolist()
-        options = self._options()
+        options, vocab_size = (
+            self._options(),
+            self._trainer.model.config.get_text_config().vocab_size,
+        )
 
-        def sample(group: tuple[list[int], int], seed: int) -> list[Sampled]:
-            return self._server.sample(self._model, *group, seed=seed, **options)
+        def sample(task: tuple[tuple[list[int], int], int]) -> list[Sampled]:
+            return self._server.sample(self._model, *task[0], seed=task[1], **options)
 
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = [one for several in pool.map(sample, groups, seeds) for one in several]
-        logprobs = [[[value] for value in values] for _, values in found]
-        return list(prompts), [ids for ids, _ in found], logprobs, None
+        # Its threads end with the process: an error does not wait for other requests.
+        with ThreadPool(min(_AT_ONCE, len(groups) or 1)) as pool:
+            parts = list(pool.imap(sample, zip(groups, seeds, strict=True)))
+        completions, values = zip(*itertools.chain(*parts), strict=True)
+        longest, largest = max(map(len, completions)), max(map(max, completions))
+        if longest > options["max_tokens"] or largest >= vocab_size:
+            raise ConfigError(
+                f"{self._server.url} gives {longest} tokens and id {largest}; expected at most "
+                f"{options['max_tokens']} of a vocabulary of {vocab_size}: serve the trained base"
+            )
+        return list(prompts), list(completions), [[[v] for v in row] for row in values], None
 
     def _options(self) -> dict[str, Any]:
         trainer = self._trainer
+        # All of them: a server takes absent ones from the model's generation_config.json.
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        options = {name: getattr(trainer, name) for name in names}
-        usual = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "min_p": None}
-        options = {k: v for k, v in options.items() if k not in usual or usual[k] != v}
+        options: dict[str, Any] = {name: getattr(trainer, name) for name in names}
+        options["min_p"] = options["min_p"] or 0.0
+        options["top_k"] = options["top_k"] or -1  # "All" to SGLang, too, which refuses 0.
         more = trainer.args.generation_kwargs or {}
         return {"max_tokens": trainer.max_completion_length, **options, **more}

@@ -4,6 +4,9 @@ equal to the bit to the plain trainers."""
 from __future__ import annotations
 
 import itertools
+import threading
+import time
+import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +18,9 @@ import torch
 import infinity
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.integrations.hf import prepare_trainer
-from infinity.integrations.sampler import ServerSampler
+from infinity.integrations.sampler import Server, ServerSampler
 from infinity.modules.handles.handle import Handle
-from tests.support.sampling_server import SamplingServer
+from tests.support.sampling_server import SamplingServer, serving
 
 from .test_trl import (
     CountsReads,
@@ -166,8 +169,8 @@ class NoRanks:
 def test_a_run_that_a_server_samples_for_is_that_of_the_plain_trainer(
     is_sglang: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its adapter is that of the step before, so sampler and trainer agree; what was loaded before
-    is unloaded and removed."""
+    """Its adapter is that of the step before, so sampler and trainer agree; each has a name of its
+    own, and is unloaded and removed. No setting is left to the server's own defaults."""
     served, rows = server(is_sglang=is_sglang), []
     with served.running() as url:
         for plain in (False,) if is_sglang else (True, False):
@@ -184,9 +187,11 @@ def test_a_run_that_a_server_samples_for_is_that_of_the_plain_trainer(
             rows.append(history(trainer))
     infinity.engine_of(model).close()
     assert rows[0] == rows[-1]
-    assert served.loaded[:4] == served.loaded[-4:] and len(set(served.loaded)) == 4
-    assert list(served.adapters) == served.loaded[-1:]
-    assert [path.name for path in (tmp_path / "served").iterdir()] == served.loaded[-1:]
+    assert [name.rpartition("-")[2] for name in served.loaded[-4:]] == ["0", "1", "2", "3"]
+    assert len(set(served.loaded)) == len(served.loaded) == 4 * len(rows)
+    assert not served.adapters and not list((tmp_path / "served").iterdir())
+    sent = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert served.requests[-1].items() >= sent.items()
     for row in rows[-1][:4]:
         assert 0 < row[DIFFERENCE + "mean"] <= row[DIFFERENCE + "max"] < 1e-5
 
@@ -218,12 +223,14 @@ def test_a_sampler_that_cannot_be_is_refused_before_the_model_is_offloaded(tmp_p
         rloo = make_trainer(make_lora(), tmp_path / "out", kind="RLOO")
         with pytest.raises(UnsupportedError, match="expected TRL's GRPOTrainer"):
             prepare_trainer(rloo, swap(tmp_path), sampler=url)
+        with pytest.raises(ConfigError, match="tiers.no: unknown key"):
+            prepare_trainer(trainer, {"tiers": {"no": 1}}, sampler=url)
+    assert not trainer.use_vllm and "train" not in vars(trainer)
     assert not any(isinstance(p, Handle) for p in model.parameters())
 
 
 def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """With the bits of a run that nothing has interrupted, and in place of the adapter that the
-    dead run has left there."""
+    """With the bits of a run that nothing has interrupted. Neither run leaves an adapter there."""
     rows: list[Any] = []
     options = {"save_strategy": "steps", "save_steps": 2}
     whole, again = server(), server(dies_after=6)
@@ -240,5 +247,99 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(tmp_p
                     trainer.train()
                 served.dies_after = None
             infinity.engine_of(model).close()
-        assert len(served.adapters) == 1
+        assert served.loaded and not served.adapters
     assert rows[0] == rows[1] and len(rows[0]) == 4
+
+
+TOKENS = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.0, -2.0]}}
+
+
+@pytest.mark.parametrize(
+    ("method", "content", "said"),
+    [
+        ("models", {"data": [1]}, "one of data is 1; expected a table"),
+        ("models", {"data": "x"}, "data is 'x'; expected a list"),
+        ("models", "[" * 4000, "nested too deeply"),
+        ("sample", {"choices": ["s"]}, "one of choices is 's'"),
+        ("sample", {"choices": [{"logprobs": {"token_logprobs": [-1.0], "tokens": ["token_id:a"]}}]},
+         "gives no token ids"),
+        ("sample", {"choices": [TOKENS | {"token_ids": [5, -6]}]}, "a token id is -6"),
+        ("sample", '{"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [NaN]}}]}',
+         "a log-probability is nan"),
+        ("log_probs", {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -1}}]}]},
+         "it has no '6'"),
+        ("log_probs", {"choices": [{"logprobs": {"token_logprobs": [None, "x"]}}]},
+         "a log-probability is 'x'"),
+    ],
+)  # fmt: skip
+def test_an_answer_of_another_form_is_refused(method: str, content: Any, said: str) -> None:
+    arguments: dict[str, Any] = {"models": (), "sample": ("m", [5], 1), "log_probs": ("m", [5, 6])}
+    with serving(lambda *_: (200, content)) as url, pytest.raises(ConfigError, match=said):
+        getattr(Server(url), method)(*arguments[method])
+
+
+def test_an_address_or_a_key_that_cannot_be_is_refused_and_the_key_stays_a_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for url in ("http://[::1", "http://", "http:///v1", "http://host:port"):
+        with pytest.raises(ConfigError, match="is no address of a server"):
+            Server(url)
+    monkeypatch.setenv("KEY", "secret\n")
+    with pytest.raises(ConfigError, match="--key KEY: expected one line") as caught:
+        Server("http://127.0.0.1:1", key="KEY")
+    assert "secret" not in str(caught.value)
+    requests: list[Any] = []
+    monkeypatch.setenv("KEY", "secret")
+    monkeypatch.setattr(urllib.request, "urlopen", lambda request, **_: requests.append(request))
+    with pytest.raises(TypeError):  # There is no answer.
+        Server("http://127.0.0.1:1", key="KEY").models()
+    [request] = requests
+    assert request.get_header("Authorization") == "Bearer secret"
+    assert "Authorization" not in request.headers, "a redirect would carry it elsewhere"
+
+
+def test_a_refusal_names_the_address() -> None:
+    with (
+        serving(lambda *_: (404, "no such model")) as url,
+        pytest.raises(ConfigError, match=f"{url}/v1/completions answers 404 no such model"),
+    ):
+        Server(url).sample("m", [5], 1)
+
+
+def sampler_of(url: str, directory: Path) -> ServerSampler:
+    sampler = ServerSampler(url)
+    sampler.attach(make_trainer(make_lora(), directory))
+    return sampler
+
+
+def test_completions_that_the_trainer_cannot_have_asked_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vocabulary has 32 tokens, and a completion 4."""
+    with server().running() as url:
+        sampler = sampler_of(url, tmp_path)
+        for ids, said in (([64], "id 64; .* of a vocabulary of 32"), ([1] * 5, "gives 5 tokens")):
+            found = (ids, [-1.0] * len(ids))
+            monkeypatch.setattr(Server, "sample", lambda *_, found=found, **__: [found])
+            with pytest.raises(ConfigError, match=said):
+                sampler.generate([[5]])
+
+
+def test_an_error_of_a_request_does_not_wait_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    def sample(_: Server, model: str, prompt: list[int], *rest: Any, **options: Any) -> Any:
+        if prompt == [5]:
+            raise ConfigError("it does not answer")
+        ended.wait(60)
+
+    with server().running() as url:
+        sampler = sampler_of(url, tmp_path)
+        monkeypatch.setattr(Server, "sample", sample)
+        began_s = time.monotonic()
+        with pytest.raises(ConfigError, match="it does not answer"):
+            sampler.generate([[5], [6]])
+        assert time.monotonic() - began_s < 30
+        ended.set()
