@@ -241,7 +241,7 @@ class SwapConfig(Section):
 
     @field_validator("train")
     @classmethod
-    def _held_out_to_evaluate(cls, train: Train | None, info: ValidationInfo) -> Train | None:
+    def _fits_data(cls, train: Train | None, info: ValidationInfo) -> Train | None:
         data: Data | None = info.data.get("data")
         if not train:
             return train
@@ -254,6 +254,10 @@ class SwapConfig(Section):
             for key in ("early_stopping_patience", "keep_best")
             if getattr(train, key) and not train.eval_every
         ]
+        most = data.sequence_length - 1 if data else None
+        if most and train.grpo and train.grpo.max_completion_length > most:
+            text = f"expected at most {most}: a prompt has to fit data.sequence_length, too"
+            faults.append(fault(text, "grpo", "max_completion_length"))
         refuse_all(faults)
         return train
 

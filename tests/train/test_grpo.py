@@ -55,10 +55,12 @@ ADAPTER = '[adapter]\nresume = "{base}/../adapter"'
 DIFFERENCE = "sampling/sampling_logp_difference/"
 
 
-def num_ones(completion_ids: list[list[int]], label: list[int], **unused: Any) -> list[float]:
+def num_ones(
+    completion_ids: list[list[int]], label: list[int | None], **unused: Any
+) -> list[float]:
     """The reward: of the bits of the tokens, as far from a column of the records as they may."""
     pairs = zip(completion_ids, label, strict=True)
-    return [sum(map(int.bit_count, ids)) - 0.5 * number for ids, number in pairs]
+    return [sum(map(int.bit_count, ids)) - 0.5 * (number or 0) for ids, number in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +175,17 @@ def test_a_run_is_that_of_plain_trl(
     assert seen == expected[-1]["num_tokens"] and isinstance(seen, int)
 
 
+def test_a_step_may_learn_fewer_prompts_than_a_batch_has_completions(
+    base: Path, tmp_path: Path
+) -> None:
+    """The reward gets a column that the first record does not have."""
+    job = job_of(tmp_path, base, num_generations=4)
+    job.write_text(job.read_text().replace("batch_size = 2", "batch_size = 4"))
+    rows = [{"prompt": "a"}, {"prompt": "b", "label": 2}, {"prompt": "c", "label": 3}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert [line["step"] for line in train(job)] == [1, 2, 3, 4]
+
+
 def server_of(base: Path, **faults: Any) -> SamplingServer:
     return SamplingServer(lambda: LlamaForCausalLM.from_pretrained(base), **faults)
 
@@ -212,13 +225,22 @@ def test_a_server_samples_and_a_run_that_it_has_ended_goes_on(base: Path, tmp_pa
         ({"max_completion_length": 52}, "expected 1 to 12: data.sequence_length=64"),
         ({"rewards": ["nowhere:at_all"]}, "train.grpo.rewards: nowhere:at_all: No module"),
         ({"rewards": ["json:at_all"]}, "module 'json' has no attribute 'at_all'; expected module:"),
+        ({"rewards": ["json.decoder"]}, "rewards: json.decoder: it is a module; expected module:"),
+        ({"rewards": ["broken:reward"]}, "rewards: broken:reward: .*line 1.*; expected module:"),
         ({"rewards": []}, "expected rewards, reward_model or both"),
+        ({"max_completion_length": 64}, "max_completion_length: expected at most 63: a prompt"),
         ({"reward_model": "nowhere"}, "expected a directory of a model; got "),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_tier_is_touched(
-    options: dict[str, Any], said: str, base: Path, tmp_path: Path
+    options: dict[str, Any],
+    said: str,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tmp_path / "broken.py").write_text("def reward(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
     job = job_of(tmp_path, base, **options)
     with pytest.raises(ConfigError, match=said):
         train(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,7 +19,7 @@ AFTER = {
 }  # fmt: skip
 
 
-def line(number: int = 1, loss: float = 2.0, **more: float | None) -> Line:
+def line(number: int = 1, loss: float = 2.0, **more: Any) -> Line:
     step = Step(number=number, loss=loss, grad_norm=1.0, num_tokens=1000, **more)
     return line_of(step, BEFORE, AFTER, 2.0)
 
@@ -30,6 +31,11 @@ def test_record_is_the_difference_of_two_snapshots():
     assert found["stall_share"] == (0.5 + 0.1 + 0.25) / 2 and found["ranks_wait_s"] == 0.25
     assert found["tokens_per_s"] == 500 and found["update_s"] == 0.4
     assert found["host_in_use_nbytes"] == 1 << 20 and found["copy_wait_s"] == 0
+
+
+def test_what_a_reward_logs_is_not_taken_for_a_number_of_the_run():
+    found = line(measured=lambda: {"loss": 9.0, "nvme_read_nbytes": 9.0, "reward": 9.0})
+    assert (found["loss"], found["nvme_read_nbytes"], found["reward"]) == (2.0, 3e9, 9.0)
 
 
 QUIET = AFTER | {"nvme_read_nbytes": BEFORE["nvme_read_nbytes"]}

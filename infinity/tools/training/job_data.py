@@ -112,7 +112,8 @@ def open_data(
             f"{files[0].num_tokens} tokens, {count} sequences of "
             f"data.sequence_length={data.sequence_length}, {num_split} of them held out"
         )
-    check_amount(len(train), train_options.batch_size, what, remedy)
+    if train_options.grpo is None:  # Of prompts, `measure_prompts` knows how many a step learns.
+        check_amount(len(train), train_options.batch_size, what, remedy)
     processor = next(iter(processors), None)
     return JobData(train=train, held_out=held_out or None, files=tuple(files), processor=processor)
 

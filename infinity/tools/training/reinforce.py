@@ -42,8 +42,9 @@ def load_prompts(paths: Sequence[Path], tokenizer: Any) -> Any:
                 rows.append(row | {"prompt": messages_of(prompt, at, "prompt")})
             else:
                 rows.append(row | {"prompt": text_of(prompt, f"{at}: prompt")})
+    names = dict.fromkeys(name for row in rows for name in row)  # Not each record has all.
     try:
-        return datasets.Dataset.from_list(rows)
+        return datasets.Dataset.from_dict({n: [row.get(n) for row in rows] for n in names})
     except (TypeError, pyarrow.ArrowInvalid) as error:
         raise ConfigError(
             f"data.paths: the records of {paths[0]} have columns of several kinds: {error}"
@@ -128,7 +129,9 @@ def rewards_of(options: Grpo) -> list[Any]:
     for name in options.rewards:
         try:
             found.append(pkgutil.resolve_name(name))
-        except (ImportError, AttributeError, ValueError) as error:
+            if not callable(found[-1]):
+                raise TypeError(f"it is a {type(found[-1]).__name__}")
+        except Exception as error:  # The module may raise any.
             raise ConfigError(
                 f"train.grpo.rewards: {name}: {error}; expected module:function, of a module that "
                 f"Python finds from {os.getcwd()}"

@@ -72,6 +72,7 @@ def line_of(step: Step, before: Snapshot, after: Snapshot, elapsed_s: float) -> 
     moved = {name: int(grown(name)) for name in LINKS}
     waited_s = {name: grown(name) for name in WAITS}
     return {
+        **step.measured(),  # First: a reward may log any name.
         "step": step.number,
         "loss": step.loss,
         "held_out_loss": step.held_out_loss,
@@ -80,7 +81,6 @@ def line_of(step: Step, before: Snapshot, after: Snapshot, elapsed_s: float) -> 
         "grad_norm": step.grad_norm,
         "num_tokens": step.num_tokens,
         "skipped": step.skipped,
-        **step.measured(),
         "rows": step.rows,
         "gradients": step.gradients,
         "random": digest_of_random(),
