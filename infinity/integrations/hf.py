@@ -107,8 +107,7 @@ def prepare_trainer(
     _check_optimizer(target.optimizer)
     if window is not None and (isinstance(window, bool) or window < 1):
         raise ConfigError(f"expected window to be a number of micro-batches or None, got {window}")
-    if isinstance(sampler, str):
-        sampler = ServerSampler(sampler)
+    sampler = ServerSampler(sampler) if isinstance(sampler, str) else sampler
     if sampler is not None:
         sampler.check(target)
     _offload(target.model, config, weights=weights, is_bf16=target.args.bf16)
