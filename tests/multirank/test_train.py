@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
-from infinity.tools.training import program
+from infinity.tools.training import program, replay
 from infinity.tools.training.program import Run
 from infinity.tools.training.ranks import job_rank
 from infinity.tools.training.trainer import RunTrainer
@@ -197,6 +197,39 @@ def test_the_module_of_a_rank_is_named_before_any_rank_closes(tmp_path: Path) ->
     said = "NonFiniteError: the loss (nan) is not finite at step 1, first produced by "
     assert own.startswith(f"{said}transformer.h.5.attn;")
     assert other.startswith(f"{said}a module on rank 1;")
+
+
+def _replay(rank: int, directory: str, step: int, own_text: int, differing: int) -> dict[str, Any]:
+    """Rank `own_text` has other data; rank `differing` finds a tensor that a checkpoint has not."""
+    os.environ["RANK"] = str(rank)
+    overrides = ["train.gradient_accumulation_steps=1"]
+    if rank == own_text:
+        overrides.append(f'data.paths=["{directory}/other.txt"]')
+    if rank == differing:
+        replay.first_difference = lambda path, model: "of this rank"  # type: ignore[assignment]
+    console = Console(file=io.StringIO())
+    return replay.replay(
+        Path(directory, "alone"), step, overrides=overrides, begin="start", console=console
+    )
+
+
+def test_ranks_compare_a_run_of_one_and_tell_rank_0_what_differs(tmp_path: Path) -> None:
+    _write_text(tmp_path)
+    text = (tmp_path / "text.txt").read_text()
+    (tmp_path / "other.txt").write_text(text.replace("7 and 49", "7 and 48"))
+    table = _table(tmp_path, "alone", 2, checkpoint={"every": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "_DIGEST_SHARE", 1e12)  # A digest for each step.
+        program.train(SwapConfig.load(table), console=Console(file=io.StringIO()))
+    assert all("state" in line for line in _metrics(tmp_path, "alone")[1:])
+    for step, own_text, differing, said in (
+        (3, -1, -1, []), (3, 1, -1, [(None, "data")]), (3, -1, 1, [(2, "step-00000002")]),
+    ):  # fmt: skip
+        answers = run_ranks(2, _replay, str(tmp_path), step, own_text, differing)
+        for found in answers:
+            assert [(row["step"], row["what"]) for row in found["differences"]] == said
+        assert {"model.safetensors", "step-00000002"} <= answers[0]["compared"].keys() or said
+    assert not (tmp_path / "alone/.replay").exists() and not list((tmp_path / "swap").iterdir())
 
 
 @pytest.mark.skipif(not os.environ.get("INFINITY_TORCHRUN"), reason="costs a minute of imports")

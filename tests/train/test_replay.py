@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -21,10 +22,14 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
-from infinity.config import SwapConfig
+from infinity.checkpoint.run.load import Loaded
+from infinity.config import JobConfig, SwapConfig
 from infinity.errors import ConfigError
 from infinity.tools.training import program
+from infinity.tools.training.checkpoints import changes_of_settings
 from infinity.tools.training.metrics import MetricsFile
+from infinity.tools.training.output import config_of_run
+from infinity.tools.training.program import Run
 from infinity.tools.training.replay import Replay, replay
 from infinity.tools.training.trainer import RunTrainer
 from tests.support.commands import run_command
@@ -188,6 +193,100 @@ def test_a_step_that_the_run_has_not_made_is_refused(over_awq, tmp_path) -> None
         replay(run, console=_silent())
 
 
+def test_what_a_killed_replay_has_left_is_removed_and_what_a_living_one_has_stays(
+    over_awq, monkeypatch
+) -> None:
+    run, said = over_awq.run, []
+    (run / ".replay/run").mkdir(parents=True)
+    (run / ".replay/run/.tokens-of-a-killed-one").touch()
+    go = Replay.go
+
+    def go_beside_another(self: Any, directory: Path) -> None:
+        with pytest.raises(ConfigError, match=r"\.replay is in use by process"):
+            replay(run, 6, console=_silent())
+        said.append(sorted(os.listdir(run / ".replay/run")))
+        go(self, directory)
+
+    monkeypatch.setattr(Replay, "go", go_beside_another)
+    assert replay(run, 6, console=_silent())["is_equal"]
+    assert said == [[".infinity-run.lock"]]
+    assert not (run / ".replay").exists() and not (run.parent / "swap/.replay").exists()
+
+
+def test_what_rounds_stays_that_of_the_run_and_other_tiles_are_noted(over_awq, tmp_path) -> None:
+    run = Path(shutil.copytree(over_awq.run, tmp_path / "run"))
+    _in_marker("receipts", 0, "tiles", value=3)(Made(run, run, run), None)
+    _in_marker("config", "schedule", "tile", value=2**20)(Made(run, run, run), None)
+    table = json.loads((run / "infinity-run.json").read_text())["config"]
+    table["tiers"]["nvme"] = [{"path": str(tmp_path / "swap")}]
+    table["schedule"] |= {"tile": 0, "experts": "exact", "micro_batch": 1, "prefetch": False}
+    table["distributed"]["reduce_dtype"] = "bfloat16"
+    seen: list[JobConfig] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replay, "set_up", lambda run: seen.append(run._config) or Run.set_up(run))
+        found = replay(run, 6, places=SwapConfig.load(table), console=_silent())
+    assert found["is_equal"]
+    assert [note.partition(";")[0] for note in found["notes"]] == ["tiles: 0 here, 3 in the run"]
+    kept = seen[0].schedule
+    assert (kept.tile, kept.experts, kept.micro_batch, kept.prefetch) == (
+        2**20,
+        "auto",
+        2,
+        False,
+    )
+    assert seen[0].distributed.reduce_dtype == "auto"
+
+
+def test_the_tiles_of_a_run_are_in_its_receipt(tmp_path) -> None:
+    shape = SHAPE | {"hidden_size": 128, "vocab_size": 512}
+    tiny_causal_lm("llama", **shape).save_pretrained(tmp_path / "base")
+    made = _train(tmp_path, {"schedule": {"tile": "64KiB"}}, share=1e-12, steps=1)
+    (receipt,) = json.loads((made.run / "infinity-run.json").read_text())["receipts"]
+    assert receipt["tiles"] >= 4, "of the embedding and the head at the least"
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_none(
+    over_awq, tmp_path, monkeypatch
+) -> None:
+    run = Path(shutil.copytree(over_awq.run, tmp_path / "run"))
+    _in_marker("config", "checkpoint", "directory", value=None)(Made(run, run, run), None)
+    _before_step(4, lambda _: shutil.rmtree(run / "checkpoints/step-00000004"))(None, monkeypatch)
+    found = replay(run, 5, begin="start", console=_silent())
+    assert found["is_equal"] and "step-00000004" not in found["compared"]
+
+
+def test_an_error_beside_a_difference_that_does_not_explain_it_is_raised(
+    over_awq, tmp_path, monkeypatch
+) -> None:
+    run = Path(shutil.copytree(over_awq.run, tmp_path / "run"))
+    _in_marker("receipts", 0, "versions", "torch", value="2.0")(Made(run, run, run), None)
+
+    def go(self: Any, directory: Path) -> None:
+        raise ConfigError("no space for this")
+
+    monkeypatch.setattr(Replay, "go", go)
+    with pytest.raises(ConfigError, match="no space for this"):
+        replay(run, 6, console=_silent())
+
+
+def test_steps_before_accepted_changes_and_a_checkpoint_of_no_run_are_refused(
+    over_awq, tmp_path
+) -> None:
+    run = Path(shutil.copytree(over_awq.run, tmp_path / "run"))
+    (receipt,) = json.loads((run / "infinity-run.json").read_text())["receipts"]
+    receipts = [receipt, receipt | {"after": 8, "has_accepted": True}]
+    _in_marker("receipts", value=receipts)(Made(run, run, run), None)
+    for step, begin in ((6, None), (10, "start"), (8, None)):
+        with pytest.raises(ConfigError, match="settings before step 8 are lost"):
+            replay(run, step, begin=begin, console=_silent())
+    assert replay(run, 10, console=_silent())["after"] == 8
+    with pytest.raises(ConfigError, match="was not written by `infinity train`"):
+        changes_of_settings(Loaded(run, 3, {"run": {}}), config_of_run(run))
+    _in_marker("receipts", 0, "base", value=[1])(Made(run, run, run), None)
+    with pytest.raises(ConfigError, match="infinity-run.json cannot be used: base"):
+        replay(run, 10, console=_silent())
+
+
 def test_a_step_computed_again_after_a_crash_is_compared_with_its_first_line(tmp_path) -> None:
     path, said = tmp_path / "metrics.jsonl", []
     first = MetricsFile(path, say=said.append)
@@ -199,6 +298,15 @@ def test_a_step_computed_again_after_a_crash_is_compared_with_its_first_line(tmp
     assert said == []
     again.append(3, json.dumps({"step": 3, "loss": 0.25, "rows": ["a", "c"]}))
     again.close()
+    # Rank 0 of another number of ranks has other rows, and has drawn other numbers.
+    for rows, norms in ((["a", "b"], "x"), (["a"], None)):
+        file = MetricsFile(
+            tmp_path / "of_ranks", say=said.append, resumed_at=1 if norms is None else 0
+        )
+        for step in (1, 2):
+            line = {"step": step, "loss": 1.0, "rows": rows, "random": rows[-1], "gradients": norms}
+            file.append(step, json.dumps(line))
+        file.close()
     assert said == [
         "warning: step 3 is computed again, and not as before: row 1 of the step's 2 differs, 1 of "
         f"them in all; the loss is 0.25 and was {1 / 3}"

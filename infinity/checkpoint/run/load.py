@@ -272,8 +272,8 @@ def _values(
 
 
 def first_difference(path: Path, model: nn.Module) -> str | None:
-    """Returns the name of the first tensor of a checkpoint that an offloaded model has not to the
-    bit, and None where all are alike. Raises as `load`, and changes nothing."""
+    """Returns the name of the first weight, master or moment of a checkpoint that this rank has not
+    to the bit, and None where all are alike. Raises as `load`, and changes nothing."""
     engine = engine_of(model)
     found = OpenCheckpoint(find_checkpoint(path))
     with (

@@ -162,13 +162,7 @@ def check_same_run(
     With `accept_changes` the learning rate, its schedule and the number of steps may change; then
     returns what has, for messages.
     """
-    before = loaded.extra.get(_IDENTITY)
-    if not isinstance(before, dict) or TRAINER_STATE not in loaded.extra:
-        raise ConfigError(f"{loaded.path} was not written by `infinity train`")
-    with believing(loaded.path / PROGRAM_NAME, "the state of the run"):
-        check_state(loaded.extra[TRAINER_STATE], loaded.step)
-        before = {text_of(key, "a key of its settings"): value for key, value in before.items()}
-    now = identity[_IDENTITY]
+    before, now = _settings_of(loaded), identity[_IDENTITY]
     changed = _changes(before, now)
     can_accept = changed.keys() <= _ACCEPTED
     if changed and not (accept_changes and can_accept):
@@ -180,6 +174,18 @@ def check_same_run(
             + (". To go on with it nevertheless, add --accept-changes" if can_accept else "")
         )
     return [f"accepted since {loaded.path.name}: {change}" for change in changed.values()]
+
+
+def _settings_of(loaded: Loaded | JobConfig) -> dict[str, Any]:
+    """Returns what `identity_of` has said. Raises ConfigError, CorruptionError for a checkpoint."""
+    if isinstance(loaded, JobConfig):
+        return dict(identity_of(loaded, "")[_IDENTITY])
+    found = loaded.extra.get(_IDENTITY)
+    if not isinstance(found, dict) or TRAINER_STATE not in loaded.extra:
+        raise ConfigError(f"{loaded.path} was not written by `infinity train`")
+    with believing(loaded.path / PROGRAM_NAME, "the state of the run"):
+        check_state(loaded.extra[TRAINER_STATE], loaded.step)
+        return {text_of(key, "a key of its settings"): value for key, value in found.items()}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -194,10 +200,9 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
 def changes_of_settings(before: JobConfig | Loaded, config: JobConfig) -> dict[str, str]:
     """Returns how the settings that the numbers of a run depend on have changed since a checkpoint
     or another configuration, by their keys; without data and ranks."""
-    extra = before.extra if isinstance(before, Loaded) else identity_of(before, "")
     return {
         key: text
-        for key, text in _changes(extra[_IDENTITY], identity_of(config, "")[_IDENTITY]).items()
+        for key, text in _changes(_settings_of(before), _settings_of(config)).items()
         if key != _BATCHES_KEY and not key.startswith("the SHA-256")
     }
 

@@ -19,6 +19,7 @@ from infinity.config import JobConfig
 from infinity.errors import ConfigError
 from infinity.integrations.sampler import ServerSampler
 from infinity.modules.reading.configuration import refuse_text_alone
+from infinity.modules.tiling.layers import Tiled
 from infinity.tools.training.adapter import adapter_nbytes, name_of
 from infinity.tools.training.base_identity import identify
 from infinity.tools.training.ending import versions
@@ -55,7 +56,7 @@ class Job:
 
     def receipt(self) -> dict[str, Any]:
         """Returns facts that the bits of the run depend on, beside its settings. Reads a little of
-        the base."""
+        the base. `tiles` counts what is cut already."""
         weights, device = self.plan.weights, f"CPU, {torch.backends.cpu.get_cpu_capability()}"
         if not self.trainer.args.use_cpu:
             device = torch.cuda.get_device_name()
@@ -66,6 +67,7 @@ class Job:
             "device": device,
             "threads": torch.get_num_threads(),
             "ranks": self.rank.count,
+            "tiles": sum(len(m.tiles) for m in self.model.modules() if isinstance(m, Tiled)),
         }
 
 

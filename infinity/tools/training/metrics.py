@@ -28,7 +28,7 @@ from infinity.checkpoint.durable import link_or_copy, sync_directory
 from infinity.sizes import MIB
 from infinity.storage.lock_file import is_same_file
 
-_LONGEST_LINE_NBYTES = MIB  # Lines have about 1000 bytes; longer ones are damage.
+_LONGEST_LINE_NBYTES = MIB  # Of some 1500 bytes and 20 for each row; longer is damage.
 # The keys of a line that a step computed again must have alike, and what they are: causes first.
 RECEIPT = {
     "rows": "the rows of the batches",
@@ -41,6 +41,8 @@ RECEIPT = {
     "state": "weights, masters or moments after the step",
     "held_out_loss": "the held-out loss",
 }
+# Those of rank 0 alone, and norms, which are rounded otherwise over another number of ranks.
+OF_RANKS = ("rows", "random", "grad_norm", "gradients")
 _DIGEST_NBYTES = 8
 
 
@@ -81,8 +83,10 @@ def digest_of_random() -> str:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Returns by key how two lines of one step differ in what both have; causes first."""
+    """Returns by key how two lines of one step differ in what both have, where None is nothing;
+    causes first."""
     keys = [key for key in RECEIPT if key in was and key in now and was[key] != now[key]]
+    keys = [key for key in keys if key == "skipped" or None not in (was[key], now[key])]
     return {key: _difference(key, was[key], now[key]) for key in keys}
 
 
@@ -126,7 +130,10 @@ class MetricsFile:
         self._pending.append((step, line.encode() + b"\n"))
         self._attempt(self._write)
         if step in self._again:
-            found = differences(json.loads(self._again.pop(step)), json.loads(line))
+            was, now = json.loads(self._again.pop(step)), json.loads(line)
+            if len(was.get("rows", ())) != len(now.get("rows", ())):  # Over other ranks.
+                was |= dict.fromkeys(OF_RANKS)
+            found = differences(was, now)
             if found:
                 self._again.clear()
                 self._say(

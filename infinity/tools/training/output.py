@@ -68,6 +68,7 @@ def _receipts(value: Any, what: str) -> list[dict[str, Any]]:
         for key in ("has_accepted", "tokens_sha256", "base", "versions", "device"):
             field(row, key)
         table_of(row["versions"], "versions")
+        table_of(row["base"] or {}, "base")
     return found
 
 
@@ -122,7 +123,7 @@ class OutputDirectory:
                 "is known. Name another directory, or empty it; if a run of yours wrote it and "
                 f"only that file was lost, go on after `touch {directory / MARKER_NAME}`"
             )
-        self._lock = _locked(directory)
+        self._lock = locked(directory)
 
     def mark(
         self, receipt: dict[str, Any] | None = None, *, after: int = 0, has_accepted: bool = False
@@ -149,7 +150,7 @@ class OutputDirectory:
                 return False
             make_directory(self.path)
             self.close()
-            self._lock = _locked(self.path)
+            self._lock = locked(self.path)
         self.mark()
         return True
 
@@ -196,7 +197,7 @@ def _places_of_others(config: JobConfig) -> Iterator[tuple[str, Path]]:
         yield "data", source.location
 
 
-def _locked(directory: Path) -> int:
+def locked(directory: Path) -> int:
     """Returns a descriptor that owns the lock of a directory. The kernel releases it with the
     process."""
     path = directory / LOCK_NAME

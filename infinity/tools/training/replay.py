@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +23,25 @@ from rich.console import Console
 from typing_extensions import override
 
 from infinity.bounded import MalformedError, read_json
+from infinity.checkpoint.durable import make_directory
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, tensor_bytes
 from infinity.checkpoint.run.directory import find_checkpoint, list_checkpoints, step_of
 from infinity.checkpoint.run.load import Loaded, first_difference, read_program
 from infinity.checkpoint.run.references import SHARDS_NAME, check_reference
 from infinity.config import JobConfig, SwapConfig
 from infinity.config.schema import changed
-from infinity.errors import ConfigError, CorruptionError, NonFiniteError
+from infinity.errors import ConfigError, CorruptionError, InfinityError, NonFiniteError
 from infinity.tools.training.checkpoints import changes_of_settings
 from infinity.tools.training.job import Job
-from infinity.tools.training.metrics import RECEIPT, MetricsReader, differences
-from infinity.tools.training.output import SUMMARY_NAME, config_of_run, receipts_of_run
+from infinity.tools.training.metrics import OF_RANKS, RECEIPT, MetricsReader, differences
+from infinity.tools.training.output import SUMMARY_NAME, config_of_run, locked, receipts_of_run
 from infinity.tools.training.process import Interrupt
 from infinity.tools.training.program import Run, opened
 from infinity.tools.training.report import Line, finite
 from infinity.tools.training.trainer import Step
 
 _NAME = ".replay"  # The directory of a replay in that of the run, and in its swap directories.
-_PLACES = ("tiers", "placement", "io", "schedule", "distributed")  # Sections that change no bit.
-_OF_FIRST_RANK = ("rows", "random")
+_PLACES = ("tiers", "placement", "io", "schedule", "distributed")
 
 Found = dict[str, Any]  # Of `replay`.
 
@@ -97,8 +99,8 @@ def replay(
         _note(found, None, "bytes", str(error))
     except NonFiniteError as error:
         _note(found, error.step, "loss", str(error))
-    except ConfigError:
-        if not found["differences"]:  # Else it says the same once more.
+    except ConfigError:  # Another file of settings, base or data may not even load: that is said.
+        if not any(row["what"] in ("settings", "base", "data") for row in found["differences"]):
             raise
     return found | {"is_equal": not found["differences"]}
 
@@ -127,12 +129,14 @@ def _of_run(
             "this run cannot be computed again; expected one that generates by itself"
         )
     if places is not None:
-        micro_batch = config.schedule.micro_batch  # This one changes bits.
+        keys = ("micro_batch", "tile", "experts")  # These change bits, and so does the last one.
+        kept = {f"schedule.{key}": getattr(config.schedule, key) for key in keys}
+        kept["distributed.reduce_dtype"] = config.distributed.reduce_dtype
         config = changed(config, {name: getattr(places, name) for name in _PLACES})
-        config = changed(config, {"schedule.micro_batch": micro_batch})
+        config = changed(config, kept)
     nvme = [changed(tier, {"path": tier.path / _NAME}) for tier in config.tiers.nvme]
-    own: dict[str, Any] = {"tiers.nvme": tuple(nvme), "checkpoint": None}
-    own |= {"output.directory": directory / _NAME, "output.export": False, "output.notify": None}
+    own: dict[str, Any] = {"tiers.nvme": tuple(nvme), "checkpoint": None, "output.notify": None}
+    own |= {"output.directory": directory / _NAME / "run", "output.export": False}
     own |= {"train.report_to": (), "train.keep_best": False, "train.sample": None}
     if config.train.threads == "auto":
         own["train.threads"] = threads
@@ -172,7 +176,14 @@ def _start_of(last: int, saved: Mapping[int, Path], begin: str | None) -> Loaded
 
 def _receipts_of(directory: Path, after: int, last: int) -> list[dict[str, Any]]:
     """Returns the receipts of the processes that have made the steps between."""
-    found = [receipt for receipt in receipts_of_run(directory) if receipt["after"] < last]
+    of_run = receipts_of_run(directory)
+    changes = [r["after"] for r in of_run if r["after"] > after and r["has_accepted"]]
+    if changes:
+        raise ConfigError(
+            f"the settings before step {changes[0]} are lost: the run went on with others, by "
+            "--accept-changes; expected a later step, from a checkpoint of that one or later"
+        )
+    found = [receipt for receipt in of_run if receipt["after"] < last]
     ends = [*(receipt["after"] for receipt in found[1:]), last]
     found = [receipt for receipt, end in zip(found, ends, strict=False) if end > after]
     if not found:
@@ -192,19 +203,24 @@ def _compute(
     """Makes the steps, by `make`, and compares them."""
     start, places = None if loaded is None else loaded.path, [t.path for t in config.tiers.nvme]
     made = [path.parent for path in places if not path.parent.is_dir()]
-    try:
-        for swap in made:
-            swap.mkdir(exist_ok=True)
-        with opened([config], make, console, resume_from=start, accept_changes=has_accepted) as (
-            run,
-        ):
-            run.go(directory)
-    finally:
-        for path in (config.output.directory, *places):
-            shutil.rmtree(path, ignore_errors=True)
-        for swap in made:
-            with suppress(OSError):  # Another rank uses it, or has removed it.
-                swap.rmdir()
+    place = config.output.directory.parent
+    with ExitStack() as stack:
+        if os.environ.get("RANK", "0") == "0":  # Other ranks write nothing there.
+            make_directory(place)
+            stack.callback(os.close, locked(place))
+            stack.callback(shutil.rmtree, place, ignore_errors=True)
+            shutil.rmtree(config.output.directory, ignore_errors=True)  # A killed replay left it.
+        try:
+            for swap in made:
+                swap.mkdir(exist_ok=True)
+            with opened(
+                [config], make, console, resume_from=start, accept_changes=has_accepted
+            ) as (run,):
+                run.go(directory)
+        finally:
+            for swap in (*places, *made):
+                with suppress(OSError):  # Another rank uses it, or has removed it.
+                    swap.rmdir()
 
 
 class Replay(Run):
@@ -223,6 +239,7 @@ class Replay(Run):
     ) -> None:  # fmt: skip
         super().__init__(config, job, console, None)
         self._lines, self._saved, self._found = lines, saved, found
+        self._receipts = receipts
         self._left_out: Sequence[str] = ()  # Keys that another number of ranks has not alike.
         now = job.receipt()
         for was in receipts:
@@ -240,13 +257,8 @@ class Replay(Run):
             self._compare(None, "base", here, there, f"{self._job.plan.path}: {text}")
         here, there = now["tokens_sha256"], was["tokens_sha256"]
         self._compare(None, "data", here, there, "the SHA-256 of the tokens is {} and was {}")
-        for key in ("device", "threads", "ranks"):
-            if now[key] != was[key]:
-                self._found["notes"].append(
-                    f"{key}: {now[key]} here, {was[key]} in the run; bits are promised on one kind "
-                    "of device, with one number of threads and of ranks"
-                )
-        self._left_out = _OF_FIRST_RANK if now["ranks"] != was["ranks"] else ()
+        if now["ranks"] != was["ranks"]:
+            self._left_out = OF_RANKS
 
     def _compare(self, step: int | None, what: str, now: Any, was: Any, text: str) -> None:
         compared = self._found["compared"]
@@ -255,28 +267,42 @@ class Replay(Run):
             _note(self._found, step, what, text.format(now, was))
 
     def _has_difference(self) -> bool:
-        """Whether a step differs, or a fact without which none is worth computing."""
-        return any(d["step"] or d["what"] in ("base", "data") for d in self._found["differences"])
+        """Whether a step differs, or a fact without which none is worth computing, on any rank.
+        All ranks call it, and have the differences of all of them afterwards."""
+        of_all = chain(*self._of_all_ranks("what differs", self._found["differences"]))
+        rows = self._found["differences"] = [*{str(row): row for row in of_all}.values()]
+        return any(row["step"] or row["what"] in ("base", "data") for row in rows)
+
+    def _of_all_ranks(self, what: str, own: Any) -> list[Any]:
+        topology = self._job.rank.topology
+        return [own] if topology is None else topology.links.all_gather_objects(what, own)
 
     def go(self, directory: Path) -> None:
         """Makes the steps, and compares them with those of the run in `directory`."""
+        for steps in self._of_all_ranks("the checkpoints", sorted(self._saved)):
+            self._saved = {step: self._saved[step] for step in steps if step in self._saved}
         if self._has_difference():
             return
         self.set_up()
+        now = self._job.receipt()
+        for was, key in product(self._receipts, ("device", "threads", "ranks", "tiles")):
+            if now[key] != was.get(key, now[key]):  # An earlier version has noted no tiles.
+                self._found["notes"].append(
+                    f"{key}: {now[key]} here, {was[key]} in the run; bits are promised on one kind "
+                    "of device, with one number of threads, of ranks and of tiles"
+                )
         shards = self._engine.store.shards
         if shards is not None and (directory / SHARDS_NAME).is_file():
             check_reference(directory, shards)
         self.train(Interrupt())
-        if not self._has_difference() and _exported_step(directory) == self._found["step"]:
-            if self._job.rank.is_first:
-                self._compare_export(directory)
-            self._wait_for_all("the comparison")
+        is_compared = not self._has_difference() and self._job.rank.is_first
+        if is_compared and _exported_step(directory) == self._found["step"]:
+            self._compare_export(directory)
+        self._has_difference()  # Waits for rank 0, which may need this rank's shards.
 
     @override
     def _is_stopped(self, interrupt: Interrupt) -> bool:
-        is_over = self.num_steps >= self._found["step"]
-        if self._job.rank.count == 1:  # Ranks end together.
-            is_over = is_over or self._has_difference()
+        is_over = self._has_difference() or self.num_steps >= self._found["step"]
         return super()._is_stopped(interrupt) or is_over
 
     @override
@@ -285,7 +311,8 @@ class Replay(Run):
 
     @override
     def end_step(self, step: Step, *, is_evaluated: bool) -> dict[str, float]:
-        has_digest = "state" in self._lines.get(step.number, ())
+        # Ranks have a part of the state each.
+        has_digest = "state" in self._lines.get(step.number, ()) and self._job.rank.count == 1
         self._digest_due_s = 0.0 if has_digest else math.inf
         return super().end_step(step, is_evaluated=is_evaluated)
 
@@ -298,9 +325,13 @@ class Replay(Run):
             for key in RECEIPT:
                 if key in was and key in now and key not in self._left_out:
                     self._compare(step.number, key, found.get(key), None, "{}")
-        if step.number in self._saved:
-            path = self._saved[step.number]
-            self._compare_tensors(path.name, first_difference(path, self.model))
+        path = self._saved.get(step.number)
+        if path and all(self._of_all_ranks("whether a checkpoint is there", path.is_dir())):
+            try:
+                self._compare_tensors(path.name, first_difference(path, self.model))
+            except InfinityError:
+                if path.is_dir():  # Else the run has removed it meanwhile.
+                    raise
 
     def _compare_export(self, directory: Path) -> None:
         self._products.export("the weights, to compare them,")
