@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from infinity.checkpoint import weight_source
 from infinity.codecs import AffineGroups, FloatBlocks, Plain, TableBlocks, mxfp4, nvfp4
 from tests.support.quantized import (
     LAYOUTS,
@@ -164,3 +167,27 @@ def test_a_decoded_copy_loads_in_transformers(tmp_path: Path) -> None:
     up = [decoded[f"model.layers.1.mlp.experts.{e}.up_proj.weight"] for e in range(8)]
     packed = model.model.layers[1].mlp.experts.gate_up_proj
     assert torch.equal(packed[:, packed.shape[1] // 2 :], torch.stack(up))
+
+
+def test_experts_that_mlx_lm_has_stacked_are_those_of_the_class(tmp_path: Path) -> None:
+    """mlx-lm `models/qwen3_moe.py`, sanitize: `switch_mlp` in place of `experts.0`, `experts.1`."""
+    write_quantized(model_of("qwen3-moe"), tmp_path / "apart", "mlx", num_shards=1)
+    file = tmp_path / "apart" / "model-00001-of-00001.safetensors"
+    stored: dict[str, Any] = {}
+    for name, tensor in load_file(file).items():
+        number = re.search(r"\.experts\.(\d+)\.", name)
+        key = name.replace(f".experts.{number[1]}.", ".switch_mlp.") if number else name
+        stored.setdefault(key, []).append(tensor)
+    (tmp_path / "stacked").mkdir()
+    (tmp_path / "stacked" / "config.json").write_text((tmp_path / "apart/config.json").read_text())
+    made = {key: torch.stack(own) if len(own) > 1 else own[0] for key, own in stored.items()}
+    save_file(made, tmp_path / "stacked" / "model.safetensors")
+    loaded = []
+    for directory in ("apart", "stacked"):
+        plan = weight_source(tmp_path / directory).plan(model_of("qwen3-moe"))
+        found: dict[str, torch.Tensor] = {}
+        plan.load(found.__setitem__)
+        assert plan.stored().keys() == found.keys(), "all are read in place"
+        loaded.append(found)
+    assert loaded[0].keys() == loaded[1].keys()
+    assert all(torch.equal(loaded[1][name], weight) for name, weight in loaded[0].items())

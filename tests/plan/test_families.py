@@ -11,8 +11,10 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.plan.directory import read_directory
+from infinity.plan.model import model_for
 
 # The class, the module of a text model in it ("" for all), and keys beside the defaults.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -113,3 +115,21 @@ def test_a_model_type_that_transformers_has_not_is_refused(tmp_path: Path) -> No
         read_directory(directory_of(tmp_path, {"model_type": "kimi_k9"}))
     with pytest.raises(ConfigError, match="no class that generates text for 'clip'"):
         read_directory(directory_of(tmp_path, {"model_type": "clip"}))
+
+
+def test_a_tower_is_planned_with_images_alone(tmp_path: Path) -> None:
+    table = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
+    found = read_directory(directory_of(tmp_path, table))
+    tower = found.stored.part("tower").nbytes
+    assert tower == 2 * sum(weight.numel for weight in found.shape.tower) > 0
+    config = SwapConfig.load({"tiers": {"host": {"capacity": "1GiB"}}, "adapter": {"rank": 2}})
+    read = {
+        has_images: sum(
+            tensor.stored_nbytes
+            for group in model_for(config, found.shape, found.stored, has_images=has_images).groups
+            for tensor in group.tensors
+        )
+        for has_images in (False, True)
+    }
+    assert read[False] == found.stored.nbytes
+    assert 0 <= read[False] + tower - read[True] < found.shape.tower_depth
