@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.config import SwapConfig
+from infinity.config import JobConfig, SwapConfig
 from infinity.errors import ConfigError, StorageError
 from infinity.tools.training import metrics as metrics_module
 from infinity.tools.training.metrics import MetricsFile
@@ -177,8 +177,14 @@ def test_a_file_that_is_removed_is_written_again_with_all_its_lines(tmp_path):
 # The output directory.
 
 
-def config_of(tmp_path: Path) -> SwapConfig:
-    return SwapConfig.load({"output": {"directory": str(tmp_path / "output")}})
+def config_of(tmp_path: Path, **output: str) -> JobConfig:
+    table = {
+        "output": {"directory": str(tmp_path / "output"), **output},
+        "model": {"config": {"model_type": "gpt2"}},
+        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 8},
+        "train": {"batch_size": 1, "steps": 1},
+    }
+    return JobConfig.of(SwapConfig.load(table))
 
 
 @pytest.mark.parametrize(
@@ -238,9 +244,9 @@ def test_metrics_in_a_place_that_has_another_use_are_refused(tmp_path):
 
 
 def test_metrics_in_a_directory_of_their_own_replace_those_of_an_earlier_run(tmp_path):
-    table = {"output": {"directory": str(tmp_path / "output"), "metrics": "logs/lines.jsonl"}}
+    config = config_of(tmp_path, metrics="logs/lines.jsonl")
     for _ in range(2):
-        output = OutputDirectory(config := SwapConfig.load(table))
+        output = OutputDirectory(config)
         output.mark()
         metrics = MetricsFile(config.output.metrics_path)
         metrics.append(1, line(1))

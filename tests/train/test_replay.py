@@ -171,6 +171,7 @@ def test_one_of_several_adapters_and_one_that_goes_on_from_a_saved_one_are_repla
 def test_what_a_server_samples_is_not_computed_again(over_awq, tmp_path) -> None:
     run = Path(shutil.copytree(over_awq.run, tmp_path / "run"))
     grpo = {"rewards": ["rewards:length"], "sampler": "http://localhost:1"}
+    grpo["max_completion_length"] = 8
     for key, value in (("grpo", grpo), ("method", "grpo"), ("eval_every", 0)):
         _in_marker("config", "train", key, value=value)(Made(run, run, run), None)
     with pytest.raises(
