@@ -328,11 +328,13 @@ def test_completions_that_the_trainer_cannot_have_asked_for_are_refused(
 def test_an_error_of_a_request_does_not_wait_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def sample(_: Server, model: str, prompt: list[int], *rest: Any, **options: Any) -> Any:
         if prompt == [5]:
+            begun.wait(60)
             raise ConfigError("it does not answer")
+        begun.set()
         ended.wait(60)
 
     with server().running() as url:
