@@ -20,10 +20,10 @@ import secrets
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from infinity import bounded
 from infinity.bounded import MalformedError, field, integer, list_of, table_of
@@ -86,13 +86,8 @@ class Server:
     def log_probs(self, model: str, prompt: Sequence[int]) -> list[float | None]:
         """Returns the log-probabilities of all tokens but the first. Raises ConfigError if the
         server cannot be reached, or gives none."""
-        methods: dict[Method, Callable[[str, Sequence[int]], list[float | None] | None]] = {
-            "echo": self._echo,
-            "prompt_logprobs": self._prompt_log_probs,
-            "next token": self._next_tokens,
-        }
-        refusals = []
-        for method, ask in methods.items():
+        calls, refusals = (self._echo, self._prompt_log_probs, self._next_tokens), []
+        for method, ask in zip(get_args(Method), calls, strict=True):
             if self.method in (None, method):
                 try:
                     found = ask(model, prompt)
@@ -267,8 +262,7 @@ class ServerSampler:
     ) -> None:
         self._server = Server(url, key=key)
         # A run that has died may have left an adapter there.
-        remedy = "name the base with `model`"
-        self._base = model or self._server.only_model(remedy, but="infinity-")
+        self._base = model or self._server.only_model("name the base with `model`", but="infinity-")
         self._directory = None if directory is None else Path(directory).absolute()
         self._model = self._base
         self._loaded: Path | None = None  # The adapter that is there, under its name.
@@ -292,8 +286,7 @@ class ServerSampler:
         """Makes a trainer that `check` has accepted sample here. The server forgets the last
         adapter when training ends, in whatever way."""
         self._trainer, plain = trainer, trainer.train
-        if self._directory is None:
-            self._directory = Path(trainer.args.output_dir).absolute() / "sampler"
+        self._place = self._directory or Path(trainer.args.output_dir).absolute() / "sampler"
 
         def train(*args: Any, **options: Any) -> Any:
             try:
@@ -313,15 +306,13 @@ class ServerSampler:
 
         from infinity.engine.registry import engine_of
 
-        trainer, directory = self._trainer, self._directory
-        assert directory is not None
-        adapter = trainer.model.active_adapter
+        trainer, adapter = self._trainer, self._trainer.model.active_adapter
         with engine_of(trainer.model).ranks.collective_section("hand over an adapter"):
             if trainer.accelerator.is_main_process:
                 self._forget()
                 # Servers keep prefixes by this name, so no other adapter may ever have it.
                 name = f"infinity-{secrets.token_hex(4)}-{trainer.state.global_step}"
-                place = self._loaded = directory / name
+                place = self._loaded = self._place / name
                 with reporting("write the adapter", place):
                     trainer.model.save_pretrained(
                         place, selected_adapters=[adapter], save_embedding_layers=False
