@@ -48,10 +48,7 @@ def main() -> None:
     parser.add_argument("--tile", default="512MiB")
     parser.add_argument("--keep", action="store_true", help="leave the base for another run")
     given = parser.parse_args()
-    shape = Shape(
-        layers=given.layers, hidden=2048, experts=given.experts, expert_width=1024,
-        dense_width=8192, heads=16, vocabulary=32000, q_rank=768, kv_rank=256,
-    )  # fmt: skip
+    shape = shape_of(given)
     directory = given.path / f"{NAME}-{given.layers}x{given.experts}"
     base, done = directory / "base", directory / "whole"
     if not done.exists():
@@ -69,6 +66,14 @@ def main() -> None:
     finally:
         if not given.keep:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def shape_of(given: argparse.Namespace) -> Shape:
+    """Returns the base of the command line."""
+    return Shape(
+        layers=given.layers, hidden=2048, experts=given.experts, expert_width=1024,
+        dense_width=8192, heads=16, vocabulary=32000, q_rank=768, kv_rank=256,
+    )  # fmt: skip
 
 
 def run(given: argparse.Namespace, shape: Shape, base: Path, results: Results) -> None:
