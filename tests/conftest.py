@@ -65,3 +65,10 @@ def pytest_runtest_logfinish() -> None:
 def swap_directory(tmp_path: Path) -> Path:
     """A directory whose parent exists: as `[[tiers.nvme]] path` needs it. Fresh for every test."""
     return tmp_path / "swap"
+
+
+@pytest.fixture
+def without_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of `infinity train` gets a digest of the state, before which the step makes the
+    updates that the next forward would make: their bytes are in another line then."""
+    monkeypatch.setattr("infinity.tools.training.program._DIGEST_SHARE", 1e-12)

@@ -1,5 +1,5 @@
-"""What this package uses of transformers that changes from one release to the next, and of PEFT and
-accelerate."""
+"""What this package uses of transformers that changes from one release to the next, and of PEFT,
+TRL and accelerate."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ ATTRIBUTES = frozenset(
         "_apply_gate",
         # accelerate.Accelerator.prepare, peft.tuners.lora.layer.ParamWrapper
         "_is_accelerate_prepared", "_did_swap_in_out_features",
+        # trl.GRPOTrainer
+        "_last_loaded_step", "_tokenize_prompts",
     }
 )  # fmt: skip
 

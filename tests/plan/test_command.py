@@ -183,6 +183,7 @@ RUNS = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("without_digests")
 @pytest.mark.parametrize(
     ("dtype", "accumulation", "moments"),
     sampled(RUNS, lambda run: run in (RUNS[1], RUNS[4])),  # Each value once.
@@ -207,6 +208,7 @@ def test_bytes_are_those_of_a_run(
     assert found["nvme_read"] == pytest.approx(ran["nvme_read_nbytes"], rel=0.1)
 
 
+@pytest.mark.usefixtures("without_digests")
 def test_bytes_of_tiles_are_those_of_a_run(tmp_path: Path) -> None:
     """Three micro-batches, two of them at a time through blocks with tiles, where no memory keeps
     anything: what is fetched and what leaves is known but for where the passes change direction."""

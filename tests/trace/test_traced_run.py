@@ -66,7 +66,9 @@ def train(table: dict[str, Any], trace: Tracing | None) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def traced(table, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     path = tmp_path_factory.mktemp("trace") / "out.json"
-    return path, train(table, Tracing(path, 2, 4))
+    with pytest.MonkeyPatch.context() as patch:  # As `without_digests`.
+        patch.setattr("infinity.tools.training.program._DIGEST_SHARE", 1e-12)
+        return path, train(table, Tracing(path, 2, 4))
 
 
 def test_the_file_keeps_the_trace_event_format(traced):

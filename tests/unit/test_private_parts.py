@@ -139,6 +139,7 @@ def test_the_attributes_are_in_this_release() -> None:
         inspect.getsource(import_module("transformers.core_model_loading")),
         inspect.getsource(import_module("transformers.modeling_utils")),
         inspect.getsource(import_module("transformers.integrations.moe")),
+        inspect.getsource(import_module("trl.trainer.grpo_trainer")),
     ]  # fmt: skip
     objects: list[Any] = [
         tensor, node, nn.GRU(1, 1), torch.ops.aten.detach.default, torch.autograd.Variable,
