@@ -26,6 +26,8 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +40,35 @@ _COUNTERS = ("decode_s", "read_wait_s", "fetches", "fetches_late")
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments_over_base(__doc__)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    given = parser.parse_args()
+    names = ("layers", "experts", "sequence", "micro_batches", "host", "tile")
+    results = Results(given.save, {name: getattr(given, name) for name in names})
+    with written_base(given) as (shape, base):
+        run(given, shape, base, results)
+
+
+def arguments_over_base(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with what every program over this base is told."""
+    parser = arguments(description)
     parser.add_argument("--layers", type=int, default=59)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--host", default="4GiB")
     parser.add_argument("--tile", default="512MiB")
     parser.add_argument("--keep", action="store_true", help="leave the base for another run")
-    given = parser.parse_args()
-    shape = shape_of(given)
+    return parser
+
+
+@contextmanager
+def written_base(given: argparse.Namespace) -> Iterator[tuple[Shape, Path]]:
+    """Yields the base of the command line, which is written unless a run has left it."""
+    shape = Shape(
+        layers=given.layers, hidden=2048, experts=given.experts, expert_width=1024,
+        dense_width=8192, heads=16, vocabulary=32000, q_rank=768, kv_rank=256,
+    )  # fmt: skip
     directory = given.path / f"{NAME}-{given.layers}x{given.experts}"
     base, done = directory / "base", directory / "whole"
     if not done.exists():
@@ -57,23 +77,11 @@ def main() -> None:
         nbytes = write_base(shape, base, random_fill(0))
         done.touch()
         say(f"base written: {nbytes / 1e9:.1f} GB in {time.perf_counter() - begun:.0f} s")
-    settings = {
-        name: getattr(given, name)
-        for name in ("layers", "experts", "sequence", "micro_batches", "host", "tile")
-    }
     try:
-        run(given, shape, base, Results(given.save, settings))
+        yield shape, base
     finally:
         if not given.keep:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def shape_of(given: argparse.Namespace) -> Shape:
-    """Returns the base of the command line."""
-    return Shape(
-        layers=given.layers, hidden=2048, experts=given.experts, expert_width=1024,
-        dense_width=8192, heads=16, vocabulary=32000, q_rank=768, kv_rank=256,
-    )  # fmt: skip
 
 
 def run(given: argparse.Namespace, shape: Shape, base: Path, results: Results) -> None:

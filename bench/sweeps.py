@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,39 +23,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from beyond_memory import NAME, ceiling, shape_of
-from common import Results, arguments, high_water_nbytes, process_io, progress, say
-from quantized_base import lora_over, random_fill, write_base
+from beyond_memory import arguments_over_base, ceiling, written_base
+from common import Results, high_water_nbytes, process_io, progress, say
+from quantized_base import lora_over
 
 GIB = 1 << 30
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--layers", type=int, default=59)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--sequence", type=int, default=128)
+    parser = arguments_over_base(__doc__)
     parser.add_argument("--sequences", type=int, default=4, help="of a sweep, and of an adapter")
     parser.add_argument("--steps", type=int, default=2, help="sweeps, and steps of each adapter")
     parser.add_argument("--adapters", type=int, default=4)
     parser.add_argument("--only", choices=["score", "one", "several"], action="append")
-    parser.add_argument("--host", default="4GiB")
-    parser.add_argument("--tile", default="512MiB")
-    parser.add_argument("--keep", action="store_true", help="leave the base for another run")
     given = parser.parse_args()
-    shape = shape_of(given)
-    directory = given.path / f"{NAME}-{given.layers}x{given.experts}"
-    base, done = directory / "base", directory / "whole"
-    if not done.exists():
-        shutil.rmtree(directory, ignore_errors=True)
-        say(f"base written: {write_base(shape, base, random_fill(0)) / 1e9:.1f} GB")
-        done.touch()
     names = ("layers", "experts", "sequence", "sequences", "adapters", "host", "tile")
-    try:
-        run(given, base, Results(given.save, {name: getattr(given, name) for name in names}))
-    finally:
-        if not given.keep:
-            shutil.rmtree(directory, ignore_errors=True)
+    results = Results(given.save, {name: getattr(given, name) for name in names})
+    with written_base(given) as (_, base):
+        run(given, base, results)
 
 
 def run(given: argparse.Namespace, base: Path, results: Results) -> None:
