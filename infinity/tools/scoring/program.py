@@ -39,7 +39,7 @@ from infinity.tools.logprobs import (
 from infinity.tools.pretrained import choose_config, from_pretrained, with_saved_adapter
 from infinity.tools.scoring.census import Counts, adding, counts_after, watching, write_census
 from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
-from infinity.tools.training.base_identity import identify, sha256_of
+from infinity.tools.training.base_identity import BaseIdentity, identify, sha256_of
 
 _ROWS_AT_ONCE = 256
 _OF_LABELS = "ForSequenceClassification"  # The class of a reward model, or of a classifier.
@@ -216,7 +216,8 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
         )
     if request.routing is not None and request.routing.exists():
         raise ConfigError(f"--routing {request.routing} exists; remove it, or give another name")
-    output = ScoreRows(request, _made_of(request, directory, sequences))
+    base = identify(weight_source(directory))
+    output = ScoreRows(request, _made_of(request, directory, base, sequences))
     total, count = output.open()
     resumed_at, read_nbytes = output.num_done, 0
     left = sequences[output.num_done :]
@@ -231,7 +232,6 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
             close(model)
     num_tokens = sum(len(sequence.ids) for sequence in sequences)
     if counts is not None and request.routing is not None:
-        base = identify(weight_source(directory))
         write_census(request.routing, counts, base, len(sequences), num_tokens)
     output.end()
     mean = total / count if count else math.nan
@@ -328,16 +328,15 @@ def row_of(sequence: ScoredSequence, scores: TokenScores | torch.Tensor) -> dict
 
 
 def _made_of(
-    request: Request, directory: Path, sequences: Sequence[ScoredSequence]
+    request: Request, directory: Path, base: BaseIdentity, sequences: Sequence[ScoredSequence]
 ) -> dict[str, Any]:
     """Returns what the rows follow from, but for how many pass together."""
     digest = hashlib.sha256()
     for sequence in sequences:
         digest.update(json.dumps([sequence.ids, sequence.mask, sequence.name]).encode())
-    identity = identify(weight_source(directory))
     return {
         "model": str(directory),
-        "weights": [identity.table_sha256, identity.samples_sha256],
+        "weights": [base.table_sha256, base.samples_sha256],
         "adapter": request.adapter and sha256_of(*sorted(request.adapter.glob("adapter_*"))),
         "tokens": digest.hexdigest(),
         "dtype": request.dtype,
