@@ -242,9 +242,10 @@ def auto_class(hf_config: Any, where: str, *, trusts_code: bool = False) -> Any:
     )
 
 
-def refuse_text_alone(hf_config: Any, where: str, *, trusts_code: bool = False) -> None:
-    """Raises ConfigError for a model whose forward asks for more than tokens, such as images, and
-    for one without a head. The forward runs on meta, where it ends at the first value it needs."""
+def model_for_text(hf_config: Any, where: str, *, trusts_code: bool = False) -> Any:
+    """Returns the model on meta, its buffers included. Raises ConfigError for one whose forward
+    asks for more than tokens, such as images, and for one without a head. The forward runs on meta,
+    where it ends at the first value it needs."""
     with torch.device("meta"), torch.no_grad():
         model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
         ids, refusal = torch.zeros(1, 8, dtype=torch.long), ""
@@ -259,6 +260,7 @@ def refuse_text_alone(hf_config: Any, where: str, *, trusts_code: bool = False) 
         raise ConfigError(
             f"model: {type(model).__name__} of {where} does not train on text alone: {refusal}"
         )
+    return model
 
 
 def _listed(classes: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from infinity.checkpoint.run.load import Loaded
 from infinity.config import JobConfig
 from infinity.errors import ConfigError
 from infinity.integrations.sampler import ServerSampler
-from infinity.modules.reading.configuration import refuse_text_alone
+from infinity.modules.reading.configuration import model_for_text
 from infinity.modules.tiling.layers import Tiled
 from infinity.tools.training.adapter import adapter_nbytes, name_of
 from infinity.tools.training.base_identity import identify
@@ -93,7 +93,7 @@ def prepare(
     ]
     if config.model.path is not None and jobs[0].data.processor is None:
         where, trusts_code = str(config.model.path / "config.json"), config.model.trust_remote_code
-        refuse_text_alone(read[0].hf_config, where, trusts_code=trusts_code)
+        model_for_text(read[0].hf_config, where, trusts_code=trusts_code)
     return jobs
 
 

@@ -24,7 +24,7 @@ from infinity.modules.reading.configuration import (
     config_of_directory,
     config_of_table,
     empty_model,
-    refuse_text_alone,
+    model_for_text,
     table_of_file,
     towers,
 )
@@ -127,9 +127,10 @@ def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = Fal
     weights."""
     trusts_code = config.model is not None and config.model.trust_remote_code
     where, hf_config = str(path / "config.json"), config_of_directory(path, trusts_code=trusts_code)
-    if not has_images:
-        refuse_text_alone(hf_config, where, trusts_code=trusts_code)
-    model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
+    if has_images:
+        model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
+    else:
+        model = model_for_text(hf_config, where, trusts_code=trusts_code)
     if config.train is not None and config.train.activation_checkpointing:
         checkpoint_activations(model)
     if config.adapter is not None and config.adapter.resume is None:
