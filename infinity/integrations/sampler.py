@@ -337,10 +337,8 @@ class ServerSampler:
             raise UnsupportedError("sampler: prompts with images are not sent to a server")
         groups = [(list(ids), len(list(rows))) for ids, rows in itertools.groupby(prompts)]
         seeds = torch.randint(1 << 31, (len(groups),)).tolist()
-        options, vocab_size = (
-            self._options(),
-            self._trainer.model.config.get_text_config().vocab_size,
-        )
+        options = self._options()
+        vocab_size = self._trainer.model.config.get_text_config().vocab_size
 
         def sample(task: tuple[tuple[list[int], int], int]) -> list[Sampled]:
             return self._server.sample(self._model, *task[0], seed=task[1], **options)
