@@ -165,7 +165,7 @@ def test_silent_and_slow_clients_do_not_delay_a_start() -> None:
         each.sendall(hello[:number])
     start_s = time.monotonic()
     collective_section([each.open for each in transport])
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 15
     for each in silent:
         each.settimeout(TIME_LIMIT_S)
         with each, contextlib.suppress(ConnectionResetError):
@@ -193,7 +193,7 @@ def test_one_deadline_bounds_all_connections(monkeypatch: pytest.MonkeyPatch) ->
     start_s = time.monotonic()
     with pytest.raises(RankError, match="rank 1 .* has not connected"):
         first.open()
-    assert time.monotonic() - start_s < 3
+    assert time.monotonic() - start_s < 8  # Each of them speaks for ten seconds.
     is_over.set()
     speaking.join(TIME_LIMIT_S)
     first.close()
@@ -259,7 +259,7 @@ def test_a_failure_is_logged_before_anything_waits_for_its_end(
         for thread in failing:
             thread.start()
             assert first._wait_until(lambda: first.is_broken, TIME_LIMIT_S)
-        deadline_s = time.monotonic() + 2
+        deadline_s = time.monotonic() + TIME_LIMIT_S
         while not caplog.records and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert all(thread.is_alive() for thread in failing)

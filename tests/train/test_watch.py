@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from infinity.tools.training.report import Reporter, Summary, line_of
 from infinity.tools.training.trainer import Step
 from tests.support.commands import imported_by, run_command
 
-BEGUN_S = time.time()  # Once: the time left follows from differences, to the second.
+BEGUN_S = 1.8e9
 AFTER = {"nvme_write_nbytes": 1e9, "read_wait_s": 0.5, "copy_wait_s": 0.25, "update_s": 0.25,
          "host_in_use_nbytes": 1 << 30}  # fmt: skip
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
-    """A step of 2 s, the newest of which has just ended; every fifth is evaluated."""
+    """A step of 2 s; every third second one ends, every fifth is evaluated."""
     held_out = 2.0 + 1 / step if step % 5 == 0 else None
     found = line_of(
         Step(number=step, loss=2.0 + 4 / step, grad_norm=0.5, num_tokens=1000, learning_rate=1e-4,
@@ -40,9 +39,11 @@ def write(file: Path, lines: list[dict[str, Any]], torn: str = "") -> None:
     file.write_text("".join(json.dumps(each) + "\n" for each in lines) + torn)
 
 
-def text_of(lines: list[dict[str, Any]], width: int = 80) -> str:
+def text_of(lines: list[dict[str, Any]], age_s: float = 0.0, width: int = 80) -> str:
+    """The screen `age_s` after the newest step."""
     console = Console(file=io.StringIO(), width=width)
-    console.print(screen(lines, Path("metrics.jsonl"), width))
+    now_s = lines[-1]["ended_s"] + age_s
+    console.print(screen(lines, Path("metrics.jsonl"), width, now_s))
     return console.file.getvalue()
 
 
@@ -76,24 +77,22 @@ def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: P
 
 def test_a_resumed_run_has_the_pace_of_its_own_steps() -> None:
     """The night between both runs is no part of it; the losses and bytes of both count."""
-    now = time.time()
-    before = [line(step, ended_s=now - 50_000 + step) for step in range(1, 11)]
-    after = [line(step, ended_s=now + 4 * step, resumed_at=10) for step in range(11, 21)]
-    numbers = numbers_of(before + after)
+    before = [line(step, ended_s=BEGUN_S - 50_000 + step) for step in range(1, 11)]
+    after = [line(step, ended_s=BEGUN_S + 4 * step, resumed_at=10) for step in range(11, 21)]
+    numbers = numbers_of(before + after, BEGUN_S + 80)
     assert numbers["left_s"] == pytest.approx(4 * 980) and numbers["steps_done"] == 20
 
 
 def test_a_run_that_is_over_or_stands_still_is_called_so(tmp_path: Path) -> None:
     over = [line(step, steps=20) for step in range(1, 21)]
     assert "all steps are done" in text_of(over).splitlines()[0]
-    still = [line(step, ended_s=time.time() - 3600) for step in range(1, 3)]
-    assert "no step for 1:00:0" in text_of(still).splitlines()[0]
+    assert "no step for 1:00:00" in text_of([line(1), line(2)], age_s=3600).splitlines()[0]
     write(tmp_path / "metrics.jsonl", over)
     result = run_command("watch", tmp_path, env={"COLUMNS": "80"})
     assert result.exit_code == 0 and "all steps are done" in result.output
     assert json.loads(run_command("watch", tmp_path, "--json").output)["newest"]["step"] == 20
     assert "output.directory" in run_command("watch", tmp_path / "nothing").output
-    code = "from infinity.tools.cli.watch import numbers_of; numbers_of([{}][:0])"
+    code = "from infinity.tools.cli.watch import numbers_of; numbers_of([], 0.0)"
     assert imported_by(code, ("torch", "transformers")) == ([], "")
 
 

@@ -45,14 +45,14 @@ def watch(
         raise ConfigError(
             f"{file}: {error.strerror}; expected the output.directory of a run of infinity train"
         ) from None
-    reply(numbers_of(reader.lines))
+    reply(numbers_of(reader.lines, time.time()))
     if is_silent():
         return
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
-        console.print(screen(reader.lines, file, console.width))
+        console.print(screen(reader.lines, file, console.width, time.time()))
         return
     from contextlib import suppress
 
@@ -60,7 +60,7 @@ def watch(
 
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(screen(reader.lines, file, console.width), refresh=True)
+            live.update(screen(reader.lines, file, console.width, time.time()), refresh=True)
             if reader.lines and _is_over(reader.lines[-1]):
                 break
             time.sleep(every)
@@ -81,9 +81,10 @@ def summary_of(lines: Sequence[Line]) -> Summary:
     return found
 
 
-def numbers_of(lines: Sequence[Line]) -> dict[str, Any]:
+def numbers_of(lines: Sequence[Line], now_s: float) -> dict[str, Any]:
     """Returns what the screen shows, for programs: the summary of the steps so far, the newest
-    line, the seconds left, and the bytes that all steps together write."""
+    line, its age at `now_s` (seconds since 1970), the seconds left, and the bytes that all steps
+    together write."""
     if not lines:
         return {"steps_done": 0, "newest": None}
     summary, last = summary_of(lines), lines[-1]
@@ -93,20 +94,20 @@ def numbers_of(lines: Sequence[Line]) -> dict[str, Any]:
         **summary.to_dict(),
         "newest": last,
         "left_s": summary.left_s,
-        "age_s": max(time.time() - last["ended_s"], 0.0) if "ended_s" in last else None,
+        "age_s": max(now_s - last["ended_s"], 0.0) if "ended_s" in last else None,
         "nvme_write_nbytes_of_all_steps": round(written / done * steps),
         "checkpoint": last.get("checkpoint"),
     }
 
 
-def screen(lines: Sequence[Line], file: Path, width: int) -> Group:
-    """Returns the screen: at most 24 rows of `width` columns."""
+def screen(lines: Sequence[Line], file: Path, width: int, now_s: float) -> Group:
+    """Returns the screen at `now_s` (seconds since 1970): at most 24 rows of `width` columns."""
     from rich.console import Group
     from rich.text import Text
 
     if not lines:
         return Group(Text(f"{file}: no step is over yet", no_wrap=True))
-    numbers, last = numbers_of(lines), lines[-1]
+    numbers, last = numbers_of(lines, now_s), lines[-1]
     rows = [_heading(numbers, last), ""]
     rows += _curve("loss", [line["loss"] for line in lines], width)
     held_out = [loss["loss"] for loss in numbers["held_out_losses"]]
