@@ -37,3 +37,9 @@ def test_a_run_is_equal_to_itself_and_a_digest_that_differs_is_named(
     printed = capsys.readouterr().out
     assert "early-clipped: DIFFERENT: transfers (" in printed
     assert printed.count(": equal (") == 1 and printed.endswith("2 runs, 1 differ\n")
+    record["runs"]["early-clipped"]["losses"] = "those of another processor"
+    witness.RECORD.write_text(json.dumps(record | {"made_by": "another processor"}))
+    assert witness.main(arguments[:2]) == 1, "its bits are not compared, the order of requests is"
+    printed = capsys.readouterr().out
+    assert "those of another processor" in printed
+    assert "early-clipped: DIFFERENT: transfers (" in printed
