@@ -20,7 +20,7 @@ from infinity.streaming.updates.unit_update import UnitUpdate
 from .models import batch, loss_of
 from .work import LR, Case, Run, offload_case, one_step, read_weights
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class EarlyStep(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 import time
 import weakref
 from pathlib import Path
@@ -54,20 +55,23 @@ def test_a_rank_that_dies_ends_the_wait_for_it() -> None:
 
 
 def _drop(rank: int) -> bool:
-    """Rank 0 drops its model, and rank 1 keeps it for longer than a collection may take."""
+    """Rank 0 drops its model, and rank 1 keeps it until the collection of rank 0 is over."""
     model = offload_case(Case(3), Path("unused"))
+    is_collected = Path(tempfile.gettempdir(), "collected")
     if rank == 0:
         engine = weakref.ref(infinity.engine_of(model))
         del model
         gc.unfreeze()
-        begun_s = time.monotonic()
         gc.collect()
-        is_soon = time.monotonic() - begun_s < 10 * LINGER_S
+        is_collected.touch()
         failures._await_beside()  # As the end of the interpreter does.
-        return engine() is None and is_soon
-    time.sleep(15 * LINGER_S)
+        return engine() is None
+    deadline_s = time.monotonic() + 120
+    while not is_collected.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    is_first = is_collected.exists()
     infinity.close(model)
-    return True
+    return is_first
 
 
 def test_a_garbage_collection_does_not_wait_for_that_of_another_rank() -> None:

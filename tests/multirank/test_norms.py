@@ -30,7 +30,7 @@ from .work import (
     train_model,
 )
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 CASE = Case(3, NVME, steps=4, max_norm=0.05)
 
 

@@ -12,6 +12,8 @@ from infinity.errors import ConfigError
 from .processes import run_ranks
 from .work import Case, offload_case
 
+SECONDS_OF_A_WAIT = 600  # As ranks wait for one that does not come.
+
 
 def _refuse(rank: int) -> tuple[str, float]:
     """Only rank 1 was started with a setting under which it cannot take part."""
@@ -30,4 +32,4 @@ def test_a_rank_that_refuses_the_exchange_lets_no_other_rank_wait() -> None:
     assert found[1][0].startswith("TORCH_DISTRIBUTED_DEBUG=DETAIL")
     for rank in (0, 2):
         assert "rank 1 would exchange otherwise than rank 0" in found[rank][0]
-        assert found[rank][1] < 15
+        assert found[rank][1] < SECONDS_OF_A_WAIT / 2

@@ -30,26 +30,27 @@ def _offload(timeout_s: int = 600) -> Any:
     return infinity.offload(build(Case()), config)
 
 
-def _compile_late(rank: int, timeout_s: int, before: str) -> bool:
+def _compile_late(rank: int, timeout_s: int, before: str, late_s: float) -> bool:
     """Rank VICTIM takes longer than a process may say nothing, before the ranks meet, or later."""
     transport.SILENCE_S = 2.0
     lay_out = building.lay_out
 
     def late(*arguments: Any) -> Any:
         if rank == VICTIM and before == "the layout":
-            time.sleep(4)
+            time.sleep(late_s)
         return lay_out(*arguments)
 
     building.lay_out = late  # type: ignore[assignment]
+    dist.barrier()  # No other rank is late.
     if rank == VICTIM and before == "the meeting":
-        time.sleep(4)
+        time.sleep(late_s)
     infinity.close(_offload(timeout_s))
     return True
 
 
 @pytest.mark.parametrize("before", ["the meeting", "the layout"])
 def test_a_rank_that_compiles_for_long_is_waited_for(before: str) -> None:
-    with Ranks(2, _compile_late, 600, before) as ranks:
+    with Ranks(2, _compile_late, 600, before, 4.0) as ranks:
         assert ranks.outcomes({0, 1}) == {0: (True, None), 1: (True, None)}
 
 
@@ -57,7 +58,7 @@ def test_a_rank_that_compiles_for_long_is_waited_for(before: str) -> None:
     ("before", "said"), [("the meeting", "has not come within 1 s"), ("the layout", "is alive and")]
 )
 def test_a_rank_that_does_not_come_in_time_is_named(before: str, said: str) -> None:
-    with Ranks(3, _compile_late, 1, before) as ranks:
+    with Ranks(3, _compile_late, 1, before, 600.0) as ranks:
         for _, (message, _) in ranks.outcomes({0, 2}).values():
             assert message.startswith(f"RankError: rank {VICTIM} ") and said in message, message
             assert "distributed.timeout_s" in message

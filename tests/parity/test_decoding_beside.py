@@ -101,7 +101,7 @@ def test_stored_bytes_of_the_next_unit_come_while_one_is_decoded() -> None:
     copied, device = threading.Event(), SimulatedDevice(3, delay_s=0.0)
 
     def after_the_copy() -> None:
-        assert copied.wait(10), "a copy waits for the decoding before it"
+        assert copied.wait(60), "a copy waits for the decoding before it"
 
     with opened(device) as decoded:
         found = [

@@ -49,12 +49,12 @@ def test_weights_and_sums_have_the_same_bits_in_rounds_of_every_size(
 
 
 def held(device: Any, compute: Callable[[], None]) -> tuple[SimulatedEvent, Callable[[], None]]:
-    """Computes in a stream of its own that waits for a call, for 2 s."""
+    """Computes in a stream of its own that waits for a call, for a minute."""
     gate = threading.Event()
     stream = SimulatedStream(device.streams, "held", has_worker=True)
 
     def work() -> None:
-        gate.wait(2)
+        gate.wait(60)
         compute()
 
     stream.submit(work)

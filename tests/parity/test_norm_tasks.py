@@ -100,7 +100,7 @@ def test_a_whole_backward_passes_and_the_lock_is_free_while_norms_are_computed(r
     lock, taken = infinity.engine_of(run.model)._lock, []
 
     def look() -> None:
-        taken.append(lock.acquire(timeout=10))
+        taken.append(lock.acquire(timeout=60))
         lock.release()
 
     looking = threading.Thread(target=look)

@@ -72,7 +72,7 @@ def overwrite_free_memory(pool: HostPool) -> None:
 
 
 def take_memory_of_sums(engine: Engine, held: HeldUpdates) -> None:
-    assert held.is_held.wait(30), "the worker has updated nothing"
+    assert held.is_held.wait(60), "the worker has updated nothing"
     with engine._lock:
         while engine.gradients.reclaim():
             pass
@@ -242,7 +242,7 @@ def test_a_look_at_narrow_sums_leaves_them_to_the_worker(tmp_path: Path) -> None
         with held_updates() as held:
             held.wanted = lambda staged: staged.chunk.unit is read
             run.backward(number)
-            looks.append(held.is_held.wait(5))
+            looks.append(held.is_held.wait(60))
             with engine._lock:
                 engine.gradients.note_scaled(next(iter(scaled.trainable())), 1.0)
             run.look("blocks.1.up.weight")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-_STUCK_S = 20.0  # No test waits so long for a kernel: the ranks have locked each other out.
+STUCK_S = 120.0  # No test waits so long for a kernel: the ranks have locked each other out.
 
 
 class OrderMismatch(RuntimeError):
@@ -135,7 +135,7 @@ class FakeGroup:
         with self.communicator.changed:
             self._is_aborted = True
             self.communicator.changed.notify_all()
-        deadline_s = time.monotonic() + _STUCK_S
+        deadline_s = time.monotonic() + STUCK_S
         while any(group.is_busy for group in self._on_device):
             assert time.monotonic() < deadline_s, "nobody aborts the other communicator"
             time.sleep(0.001)
@@ -157,7 +157,7 @@ class FakeGroup:
         changed, failure = self.communicator.changed, lambda: self.communicator.failure
         with changed:
             in_time = changed.wait_for(
-                lambda: kernel.is_over or self._is_aborted or failure(), _STUCK_S
+                lambda: kernel.is_over or self._is_aborted or failure(), STUCK_S
             )
             if kernel.is_over:
                 return kernel.end_s

@@ -53,7 +53,7 @@ def test_close_withdraws_proposals_that_no_other_rank_made() -> None:
     propose = collectives.propose((1, 0, 0), lambda: None)
     closing = threading.Thread(target=collectives.close, daemon=True)
     closing.start()
-    closing.join(10)
+    closing.join(60)
     assert not closing.is_alive() and propose.is_cancelled
 
 
@@ -68,7 +68,7 @@ def test_close_gives_up_a_trial_that_no_abort_ends(monkeypatch: pytest.MonkeyPat
 
     def act() -> list[Any]:
         is_tried.set()
-        never.wait(60)
+        never.wait(600)
         return []
 
     def check() -> None:
@@ -80,13 +80,13 @@ def test_close_gives_up_a_trial_that_no_abort_ends(monkeypatch: pytest.MonkeyPat
     opening = threading.Thread(target=lambda: failures.append(error_of(collectives.open)))
     failures: list[BaseException | None] = []
     opening.start()
-    assert is_tried.wait(10)
+    assert is_tried.wait(60)
     transport.is_broken = True
-    opening.join(10)
+    opening.join(60)
     assert isinstance(failures[0], RankError)
     closing = threading.Thread(target=collectives.close, daemon=True)
     closing.start()
-    closing.join(10)
+    closing.join(60)
     assert not closing.is_alive()
     never.set()
 

@@ -88,7 +88,7 @@ def test_a_copy_that_is_lent_is_given_back_after_all_others_and_when_its_reader_
         thread.start()
         thread.join(0.1)
         assert thread.is_alive() and memory.tolist() == [3] * 64
-    thread.join(10.0)
+    thread.join(60.0)
     assert given == [True] and pool.freed == [1, 0, 2]
     assert _content(kept, 3) is None
 
@@ -104,7 +104,7 @@ def test_a_copy_is_given_back_when_its_write_is_over() -> None:
     thread.join(0.1)
     assert thread.is_alive() and not pool.freed
     write.is_over.set()
-    thread.join(10.0)
+    thread.join(60.0)
     assert given == [True] and pool.freed == [0]
 
 
@@ -117,7 +117,7 @@ def test_an_update_waits_for_the_write_of_the_one_before() -> None:
     thread.join(0.1)
     assert thread.is_alive() and _content(kept, 1) is None and not kept.give_back()
     write.is_over.set()
-    thread.join(10.0)
+    thread.join(60.0)
     assert _content(kept, 1) == 10
 
 
@@ -146,7 +146,7 @@ def test_an_update_changes_a_copy_as_soon_as_its_reader_has_it(
         thread.start()
         thread.join(0.1)
         assert thread.is_alive() and memory.tolist() == [1] * 64
-    thread.join(10.0)
+    thread.join(60.0)
     assert not thread.is_alive() and _content(kept, 1) == 9
 
 
