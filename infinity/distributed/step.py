@@ -7,7 +7,7 @@ DistributedMasters   masters of which this rank has a part
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -175,6 +175,11 @@ class DistributedUpdater(StepRunner):
     def note_gradient(self, unit: int) -> None:
         if self.deferred is not None:
             self.deferred.note_gradient(unit)
+
+    @override
+    def note_dropped(self, units: Collection[int]) -> None:
+        if self.deferred is not None:
+            self.deferred.note_dropped(units)
 
     @override
     def note_left(self, unit: int) -> bool:

@@ -442,8 +442,11 @@ class Engine(Closing):
             self._grads.scale(param, factor)
 
     def zero_gradients(self, params: Iterable[OffloadedParam], *, set_to_none: bool) -> None:
-        """Drops the gradients of `params`, or fills them with zeros if not `set_to_none`."""
+        """Drops the gradients of `params`, or fills them with zeros if not `set_to_none`. Raises
+        StorageError if an early update cannot be taken back; the gradients are there then."""
         with UNINTERRUPTED, self._lock:
+            params = list(params)
+            self.updater.note_dropped({param.unit.index for param in params})
             for param in params:
                 if set_to_none:
                     self.gradients.forget(param.spec)

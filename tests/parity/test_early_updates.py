@@ -195,6 +195,27 @@ def test_updates_in_the_backward_have_the_bits_of_plain_pytorch(
     assert kept is None or bool(counters.get("early_updates_kept")) is kept, counters
 
 
+@pytest.mark.parametrize("place", ["nothing", "all beside a device"])
+def test_a_step_that_is_left_out_costs_the_next_no_early_update(
+    swap_directory: Path, place: str
+) -> None:
+    run = run_at(place, swap_directory)
+    counters = infinity.engine_of(run.model).counters
+
+    def kept(numbers: range) -> float:
+        before = counters.snapshot()["early_updates_kept"]
+        steps(run, len(numbers), start=numbers.start)
+        return counters.snapshot()["early_updates_kept"] - before
+
+    policy_of(run).adapts = False
+    steps(run, 3)
+    usual = kept(range(3, 6))
+    run.backward(7)
+    run.optimizer.zero_grad()
+    assert kept(range(8, 11)) == usual > 0
+    infinity.close(run.model)
+
+
 @pytest.mark.parametrize(("verify", "place"), in_turn([True, False], [*PLACES][1:3]))
 def test_a_checkpoint_between_backward_and_step_has_the_old_state(
     swap_directory: Path, tmp_path: Path, verify: bool, place: str

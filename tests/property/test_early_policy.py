@@ -70,6 +70,18 @@ def test_gradients_are_complete_when_as_many_have_come_as_in_the_last_step() -> 
     assert not policy.note_left(3)
 
 
+def test_a_step_that_is_left_out_does_not_count_for_the_next() -> None:
+    policy = policy_of()
+    step(policy)
+    for unit in reversed(range(4)):
+        policy.note_gradient(unit)
+        policy.note_left(unit)
+    assert policy.note_dropped(range(4))
+    assert policy.plan() == [3, 2, 1] and policy.note_gradient(3), "it begins anew"
+    policy.note_gradient(3)
+    assert policy.note_left(3)
+
+
 def test_each_failure_doubles_the_steps_before_the_next_attempt() -> None:
     policy = policy_of()
     step(policy)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from infinity.observe import Counters
 from infinity.state.placement import updated_nbytes
@@ -136,6 +136,13 @@ class EarlyUpdates(ABC):
             while not planned and self._undecided.give_back():
                 pass  # Memory of homes is for nothing in this step.
         self.take_back(index)  # It was not the last.
+
+    def note_dropped(self, indexes: Collection[int]) -> None:
+        """The gradients of the units are dropped. Raises StorageError if a write has failed."""
+        for index in [i for i in (*self._left, *self._early) if i in indexes]:
+            self.take_back(index)
+        if self.policy.note_dropped(indexes):
+            self._num_undone = 0  # No prediction was wrong.
 
     def note_left(self, index: int) -> bool:
         """A backward has left the unit. Returns whether `begin_early` is to follow."""

@@ -18,7 +18,7 @@ Note [Share of the backward]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _FIRST_SHARE = 0.5
 _GROWTH = 1 / 16
@@ -70,6 +70,14 @@ class EarlyPolicy:
         is_first = not self._arrived
         self._arrived[unit] += 1
         return is_first
+
+    def note_dropped(self, units: Iterable[int]) -> bool:
+        """The gradients of the units are gone. Returns whether the step has none any more: it is
+        left out, and the next is expected to be like the one before."""
+        for unit in units:
+            self._arrived.pop(unit, None)
+            self._left.pop(unit, None)
+        return not self._arrived
 
     def note_left(self, unit: int) -> bool:
         """A backward has left the unit. Returns whether its gradients are complete, if this step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -118,6 +118,10 @@ class StepRunner(Protocol):
     def note_gradient(self, unit: int) -> None:
         """Tells that a gradient of a parameter of the unit has been added to its sum. Does what
         `advance` does."""
+
+    def note_dropped(self, units: Collection[int]) -> None:
+        """Tells that gradients of the units have been dropped. Of those that had any the step is
+        left out, and early updates are taken back."""
 
     def note_left(self, unit: int) -> bool:
         """Tells that a backward has left the unit. Its gradients are complete if no other backward

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 
 from typing_extensions import override
@@ -212,6 +212,11 @@ class Updater(StepRunner):
             self.advance()
         elif self._worker is not None and self._gradients.leaving.num_additions:
             self._worker.wake()
+
+    @override
+    def note_dropped(self, units: Collection[int]) -> None:
+        if self._settings.in_backward:
+            self._turns.note_dropped(units)
 
     @override
     def note_left(self, unit: int) -> bool:
