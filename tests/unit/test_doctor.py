@@ -21,7 +21,7 @@ from infinity.storage.probe import Refusal
 from infinity.tools.doctor import accelerator, drives, finding, machine, paths
 from infinity.tools.doctor.accelerator import Gpu, Link
 from infinity.tools.doctor.drives import Drive, Health
-from infinity.tools.doctor.finding import Finding, degraded, missing, ok, worst
+from infinity.tools.doctor.finding import Finding, worst
 from infinity.tools.doctor.paths import DirectTrial, Mount
 from tests.support.commands import imported_by, run_command
 
@@ -52,7 +52,8 @@ def expect(finding: Finding, status: str, *words: str) -> None:
 
 
 def test_worst_line_is_the_status_of_all() -> None:
-    lines = [ok("a", "x"), degraded("b", "x", cost="c"), missing("c", "x", cost="c")]
+    good = Finding("a", "x")
+    lines = [good, good.degraded("c"), good.missing("c")]
     assert [worst(lines[:count]) for count in range(4)] == ["ok", "ok", "degraded", "missing"]
 
 

@@ -14,7 +14,7 @@ from infinity.config.machine import pci_address
 from infinity.errors import UnsupportedError
 from infinity.namesake import other_distributions, other_places
 from infinity.sizes import format_nbytes
-from infinity.tools.doctor.finding import Finding, degraded, missing, ok, read_int, read_text
+from infinity.tools.doctor.finding import Finding, read_int, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +65,27 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
 
 def check_torch(version: str | None, failure: str) -> Finding:
     """Finds whether PyTorch can be imported and was tried. `failure`: the import's message."""
-    if version is None:
-        return missing(
-            "torch",
-            f"cannot be imported: {failure}",
-            cost="nothing can be trained",
-            remedy=f"pip install 'torch{TRIED['torch'].wanted}'",
-        )
-    return check_release("torch", version)
+    if version is not None:
+        return check_release("torch", version)
+    it = Finding("torch", f"cannot be imported: {failure}")
+    return it.missing("nothing can be trained", f"pip install 'torch{TRIED['torch'].wanted}'")
 
 
 def check_cuda(kind: str, gpus: list[Gpu], *, built_for: str | None) -> Finding:
     """`kind` is tiers.device.kind; `built_for` is the CUDA version of torch's build, if any."""
     described = "; ".join(f"{gpu.name}, {format_nbytes(gpu.memory_nbytes)}" for gpu in gpus)
     if kind == "cpu":
-        return ok("CUDA", f"not asked for ({described or 'no device'})")
+        return Finding("CUDA", f"not asked for ({described or 'no device'})")
     if gpus:
-        return ok("CUDA", f"{built_for}: {described}")
-    found = f"no device for torch's CUDA {built_for}" if built_for else "torch is built without it"
-    remedy = (
-        "Check nvidia-smi; in a container: docker run --gpus all."
-        if built_for
-        else "Install a build of torch for CUDA: https://pytorch.org/get-started/locally."
-    )
+        return Finding("CUDA", f"{built_for}: {described}")
+    it = Finding("CUDA", "torch is built without it")
+    remedy = "Install a build of torch for CUDA: https://pytorch.org/get-started/locally."
+    if built_for:
+        it = Finding("CUDA", f"no device for torch's CUDA {built_for}")
+        remedy = "Check nvidia-smi; in a container: docker run --gpus all."
     if kind == "cuda":
-        return missing(
-            "CUDA", found, cost='tiers.device.kind = "cuda" cannot be kept', remedy=remedy
-        )
-    return degraded("CUDA", found, cost="the model computes on the CPU", remedy=remedy)
+        return it.missing('tiers.device.kind = "cuda" cannot be kept', remedy)
+    return it.degraded("the model computes on the CPU", remedy)
 
 
 def find_link(root: Path, pci_address: str) -> Link | None:
@@ -115,36 +108,32 @@ def check_link(index: int, link: Link | None) -> Finding:
     """Judges the lanes only. An idle device lowers its speed to save power, but not its lanes."""
     subject = f"CUDA device {index}: link"
     if link is None:
-        return ok(subject, "not visible from here")
-    found = (
+        return Finding(subject, "not visible from here")
+    it = Finding(
+        subject,
         f"PCI Express {link.max_gigatransfers_s:g} GT/s x{link.max_lanes}, at most "
         f"{link.max_nbytes_s / 1e9:.1f} GB/s each way"
+        + ("" if link.numa_node is None else f", NUMA node {link.numa_node}"),
     )
-    if link.numa_node is not None:
-        found += f", NUMA node {link.numa_node}"
-    if link.num_lanes < link.max_lanes:
-        return degraded(
-            subject,
-            f"{found}; only {link.num_lanes} lanes in use",
-            cost=f"transfers to the device take {link.max_lanes / link.num_lanes:g} times as long",
-            remedy="Move the card to a full slot, or stop sharing the slot's lanes.",
-        )
-    return ok(subject, found)
+    if link.num_lanes >= link.max_lanes:
+        return it
+    return it.more(f"; only {link.num_lanes} lanes in use").degraded(
+        f"transfers to the device take {link.max_lanes / link.num_lanes:g} times as long",
+        "Move the card to a full slot, or stop sharing the slot's lanes.",
+    )
 
 
 def check_kernels(index: int, reasons: Mapping[str, str]) -> Finding:
     """`reasons`: per operation why torch operations make it, "" if a Triton kernel does."""
-    subject = f"CUDA device {index}: kernels"
     fused = [name for name, reason in reasons.items() if not reason]
     found = f"Triton for {', '.join(fused)}" if fused else "torch operations"
+    it = Finding(f"CUDA device {index}: kernels", found)
     slow = {name: reason for name, reason in reasons.items() if reason}
     if not slow:
-        return ok(subject, found)
-    return degraded(
-        subject,
-        "; ".join([found, *(f"{name}: {reason}" for name, reason in slow.items())]),
-        cost=f"torch operations for {', '.join(slow)}: the same bits, in many passes over memory",
-        remedy="pip install triton, in the version that torch's build for CUDA names; unset "
+        return it
+    return it.more("".join(f"; {name}: {reason}" for name, reason in slow.items())).degraded(
+        f"torch operations for {', '.join(slow)}: the same bits, in many passes over memory",
+        "pip install triton, in the version that torch's build for CUDA names; unset "
         "INFINITY_DEVICE_KERNELS.",
     )
 
@@ -191,7 +180,7 @@ def examine_packages() -> Iterator[Finding]:
         if found := installed(package):
             yield check_release(package, found)
         else:
-            yield ok(package, f"not installed (tried: {TRIED[package]})")
+            yield Finding(package, f"not installed (tried: {TRIED[package]})")
     own = Path(infinity.__file__ or "").parent
     yield check_namesakes(other_distributions(), other_places(own))
 
@@ -199,23 +188,13 @@ def examine_packages() -> Iterator[Finding]:
 def check_release(package: str, found: str) -> Finding:
     """Judges a release by those that were tried."""
     tried, release = TRIED[package], release_of(found)
-    text = f"{found} (tried: {tried})"
+    it = Finding(package, f"{found} (tried: {tried})")
     if not tried.oldest <= release < (tried.newest[0] + 1,):
-        return missing(
-            package,
-            text,
-            cost="what needs it is refused",
-            remedy=f"pip install '{package}{tried.wanted}'",
-        )
-    if release > tried.newest:
-        return degraded(
-            package,
-            text,
-            cost="no test has run with it",
-            remedy=f"pip install '{package}<{tried.newest[0]}.{tried.newest[1] + 1}', or compare a "
-            "step with plain PyTorch.",
-        )
-    return ok(package, text)
+        return it.missing("what needs it is refused", f"pip install '{package}{tried.wanted}'")
+    if release <= tried.newest:
+        return it
+    older = f"pip install '{package}<{tried.newest[0]}.{tried.newest[1] + 1}'"
+    return it.degraded("no test has run with it", f"{older}, or compare a step with plain PyTorch.")
 
 
 def check_namesakes(distributions: list[str], places: list[str]) -> Finding:
@@ -223,19 +202,16 @@ def check_namesakes(distributions: list[str], places: list[str]) -> Finding:
     path of a program that is started here."""
     subject = "package infinity"
     if distributions:
-        names = " ".join(distributions)
-        return missing(
-            subject,
-            f"{', '.join(distributions)} has files of a package infinity, too",
-            cost="the one that was installed last has replaced files of the other",
-            remedy=f"An environment for each; or pip uninstall {names} infinity-offload, then pip "
-            "install infinity-offload.",
+        it = Finding(subject, f"{', '.join(distributions)} has files of a package infinity, too")
+        return it.missing(
+            "the one that was installed last has replaced files of the other",
+            f"An environment for each; or pip uninstall {' '.join(distributions)} "
+            "infinity-offload, then pip install infinity-offload.",
         )
     if places:
-        return degraded(
-            subject,
-            f"another one is on the path: {', '.join(places)}",
-            cost="a program that is started here may import that one",
-            remedy="Start programs in another directory, or take its folder from PYTHONPATH.",
+        it = Finding(subject, f"another one is on the path: {', '.join(places)}")
+        return it.degraded(
+            "a program that is started here may import that one",
+            "Start programs in another directory, or take its folder from PYTHONPATH.",
         )
-    return ok(subject, "no other of this name")
+    return Finding(subject, "no other of this name")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.sizes import format_nbytes
-from infinity.tools.doctor.finding import Finding, degraded, ok, read_int, read_text
+from infinity.tools.doctor.finding import Finding, read_int, read_text
 
 _VIRTUAL = ("vd", "xvd")  # virtio and Xen, by the names of their block devices
 
@@ -78,7 +78,7 @@ def check_drive(path: str, drive: Drive | None) -> Finding:
     """Describes the drive below a swap path; None if it is not visible."""
     subject = f"{path}: drive"
     if drive is None:
-        return ok(subject, "not visible from here")
+        return Finding(subject, "not visible from here")
     parts = [" ".join(filter(None, (drive.name, drive.model)))]
     if drive.max_request_nbytes:
         parts.append(f"requests up to {format_nbytes(drive.max_request_nbytes)}")
@@ -86,17 +86,13 @@ def check_drive(path: str, drive: Drive | None) -> Finding:
         parts.append(f"scheduler {drive.scheduler}")
     if drive.numa_node is not None:
         parts.append(f"NUMA node {drive.numa_node}")
-    found = ", ".join(parts)
+    it = Finding(subject, ", ".join(parts))
     if drive.name.startswith(_VIRTUAL):  # They often claim to spin.
-        return ok(subject, f"{found}; virtual, what is behind it is not said")
-    if drive.is_rotational:
-        return degraded(
-            subject,
-            found,
-            cost="it says that it is a spinning disk: 10-50 times slower than NVMe",
-            remedy="Choose a path on NVMe.",
-        )
-    return ok(subject, found)
+        return it.more("; virtual, what is behind it is not said")
+    if not drive.is_rotational:
+        return it
+    cost = "it says that it is a spinning disk: 10-50 times slower than NVMe"
+    return it.degraded(cost, "Choose a path on NVMe.")
 
 
 # -- Wear, if this process may read the log --------------------------------------------------------
@@ -135,26 +131,22 @@ def check_wear(path: str, health: Health | None, code: int) -> Finding:
     """`code` is the error if there is no `health`: ENOTTY for a drive without such a log."""
     subject = f"{path}: wear"
     if health is None and code == errno.ENOTTY:
-        return ok(subject, "not readable: no NVMe drive, or a virtual one; ask its host")
+        return Finding(subject, "not readable: no NVMe drive, or a virtual one; ask its host")
     if health is None:
-        return degraded(
-            subject,
-            f"not readable: {os.strerror(code)}",
-            cost="training state is written again at every step, and the drive's wear is not known",
-            remedy="Run as root, outside a container: infinity doctor, or nvme smart-log.",
+        return Finding(subject, f"not readable: {os.strerror(code)}").degraded(
+            "training state is written again at every step, and the drive's wear is not known",
+            "Run as root, outside a container: infinity doctor, or nvme smart-log.",
         )
     written = format_nbytes(health.written_nbytes)
-    found = f"{health.used_percent} % of its life used, {written} written"
-    if health.warning or health.used_percent >= 90:
-        return degraded(
-            subject,
-            f"{found}, {health.spare_percent} % spare"
-            + (f", critical warning {health.warning:#04x}" if health.warning else ""),
-            cost="training state is written again at every step: the drive may fail, or refuse "
-            "writes, during a run",
-            remedy="Use another drive for swap, or keep moments on the host.",
-        )
-    return ok(subject, found)
+    it = Finding(subject, f"{health.used_percent} % of its life used, {written} written")
+    if not health.warning and health.used_percent < 90:
+        return it
+    warning = f", critical warning {health.warning:#04x}" if health.warning else ""
+    return it.more(f", {health.spare_percent} % spare{warning}").degraded(
+        "training state is written again at every step: the drive may fail, or refuse writes, "
+        "during a run",
+        "Use another drive for swap, or keep moments on the host.",
+    )
 
 
 def parse_health(log: bytes) -> Health:

@@ -5,7 +5,7 @@ or forbidden.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,32 +16,29 @@ _ORDER: tuple[Status, ...] = ("ok", "degraded", "missing")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding about one subject.
+    """The finding about one subject, without a fault until it is judged.
 
     "degraded" works at a cost; "missing" is a need of the configuration that is not met. Both name
     the cost, and the remedy if there is one.
     """
 
     subject: str
-    status: Status
     found: str
+    status: Status = "ok"
     cost: str = ""
     remedy: str = ""
 
+    def degraded(self, cost: str, remedy: str = "") -> Finding:
+        """Returns the finding of something that works at a cost."""
+        return replace(self, status="degraded", cost=cost, remedy=remedy)
 
-def ok(subject: str, found: str) -> Finding:
-    """Returns a finding without a fault."""
-    return Finding(subject, "ok", found)
+    def missing(self, cost: str, remedy: str = "") -> Finding:
+        """Returns the finding of something that does not work."""
+        return replace(self, status="missing", cost=cost, remedy=remedy)
 
-
-def degraded(subject: str, found: str, *, cost: str, remedy: str = "") -> Finding:
-    """Returns a finding of something that works at a cost."""
-    return Finding(subject, "degraded", found, cost, remedy)
-
-
-def missing(subject: str, found: str, *, cost: str, remedy: str = "") -> Finding:
-    """Returns a finding of something that does not work."""
-    return Finding(subject, "missing", found, cost, remedy)
+    def more(self, text: str) -> Finding:
+        """Returns the finding with more text about what was found."""
+        return replace(self, found=self.found + text)
 
 
 def worst(findings: Iterable[Finding]) -> Status:

@@ -15,7 +15,7 @@ from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, MIB, format_nbytes
 from infinity.storage.arena import Arena, can_share
 from infinity.storage.probe import Refusal, find_uring_refusal, probe_uring
-from infinity.tools.doctor.finding import Finding, degraded, missing, ok, read_field, read_text
+from infinity.tools.doctor.finding import Finding, read_field, read_text
 
 # -- The kernel, and what allows or forbids io_uring -----------------------------------------------
 
@@ -43,22 +43,16 @@ def check_kernel(release: str) -> Finding:
     expect."""
     numbers = re.match(r"(\d+)\.(\d+)", release)
     version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-    if version < _OLDEST:
-        return degraded(
-            "kernel",
-            release,
-            cost="io_uring is not used before Linux 5.11: I/O threads take 2-3 times its CPU",
-            remedy="Boot Linux 6.1 or newer.",
+    it = Finding("kernel", release)
+    if version >= _RECOMMENDED:
+        return it
+    cost = "io_uring is not used before Linux 5.11: I/O threads take 2-3 times its CPU"
+    if version >= _OLDEST:
+        cost = (
+            "drives do not say which alignment direct I/O needs (4096 is assumed), and rings run "
+            "without DEFER_TASKRUN"
         )
-    if version < _RECOMMENDED:
-        return degraded(
-            "kernel",
-            release,
-            cost="drives do not say which alignment direct I/O needs (4096 is assumed), and rings "
-            "run without DEFER_TASKRUN",
-            remedy="Boot Linux 6.1 or newer.",
-        )
-    return ok("kernel", release)
+    return it.degraded(cost, "Boot Linux 6.1 or newer.")
 
 
 def check_uring(
@@ -70,29 +64,18 @@ def check_uring(
     seccomp: str | None,
 ) -> Finding:
     """`engine` is io.engine; `sysctl` and `seccomp` are the kernel's texts, None if absent."""
-    gates = ", ".join(
-        [
-            f"kernel.io_uring_disabled={sysctl}" if sysctl else "no kernel.io_uring_disabled",
-            f"seccomp {_SECCOMP.get(seccomp or '', 'not readable')}",
-        ]
-    )
+    gate = f"kernel.io_uring_disabled={sysctl}" if sysctl else "no kernel.io_uring_disabled"
+    gates = f"({gate}, seccomp {_SECCOMP.get(seccomp or '', 'not readable')})"
     if engine == "threads":
-        return ok("io_uring", f'not asked for: io.engine is "threads" ({gates})')
+        return Finding("io_uring", f'not asked for: io.engine is "threads" {gates}')
     if refusal is None:
-        return ok("io_uring", f"works, rings with {_names(ring_flags)} ({gates})")
-    found = f"{refusal.cause} ({gates})"
+        return Finding("io_uring", f"works, rings with {_names(ring_flags)} {gates}")
+    it = Finding("io_uring", f"{refusal.cause} {gates}")
     if engine == "io_uring":
-        return missing(
-            "io_uring",
-            found,
-            cost='io.engine = "io_uring" cannot start',
-            remedy=f'{refusal.remedy} Or set io.engine = "auto".'.strip(),
-        )
-    return degraded(
-        "io_uring",
-        found,
-        cost="the thread engine is used: normally the same bandwidth, 2-3 times the CPU",
-        remedy=refusal.remedy,
+        remedy = f'{refusal.remedy} Or set io.engine = "auto".'.strip()
+        return it.missing('io.engine = "io_uring" cannot start', remedy)
+    return it.degraded(
+        "the thread engine is used: normally the same bandwidth, 2-3 times the CPU", refusal.remedy
     )
 
 
@@ -100,20 +83,15 @@ def check_binding(probe: uring.Probe | None) -> Finding:
     """`probe` is None if the binding is not part of the build."""
     subject = "liburing binding"
     if probe is None:
-        return degraded(
-            subject,
-            "not part of this build",
-            cost="no details of io_uring here, and no raw-ring ceiling in benchmarks; training "
-            "does without",
-            remedy="Install liburing-dev and cffi, and build infinity-offload again.",
+        return Finding(subject, "not part of this build").degraded(
+            "no details of io_uring here, and no raw-ring ceiling in benchmarks; training does "
+            "without",
+            "Install liburing-dev and cffi, and build infinity-offload again.",
         )
     if not probe.is_usable:
-        return ok(subject, f"built; the kernel refuses rings ({os.strerror(probe.errno)})")
-    return ok(
-        subject,
-        f"{len(probe.opcodes)} operations, queues up to {probe.max_num_entries} entries, "
-        f"{_names(probe.setup_flags)}",
-    )
+        return Finding(subject, f"built; the kernel refuses rings ({os.strerror(probe.errno)})")
+    queues = f"{len(probe.opcodes)} operations, queues up to {probe.max_num_entries} entries"
+    return Finding(subject, f"{queues}, {_names(probe.setup_flags)}")
 
 
 def _names(flags: int) -> str:
@@ -156,15 +134,16 @@ def check_capacity(memory: HostMemory, arena_nbytes: int) -> Finding:
     available = f"{format_nbytes(memory.nbytes)} available"
     if memory.limit is not None:
         available += f" below {memory.limit}"
-    if arena_nbytes > memory.most_nbytes:
-        return missing(
-            subject,
-            f"{available}, {format_nbytes(memory.most_nbytes)} of it for an arena; "
-            f"tiers.host.capacity asks for {format_nbytes(arena_nbytes)}",
-            cost="the arena cannot be allocated: no run starts",
-            remedy="Lower tiers.host.capacity, end other programs, or raise the container's limit.",
-        )
-    return ok(subject, f"{available}, the arena takes {format_nbytes(arena_nbytes)}")
+    if arena_nbytes <= memory.most_nbytes:
+        return Finding(subject, f"{available}, the arena takes {format_nbytes(arena_nbytes)}")
+    return Finding(
+        subject,
+        f"{available}, {format_nbytes(memory.most_nbytes)} of it for an arena; "
+        f"tiers.host.capacity asks for {format_nbytes(arena_nbytes)}",
+    ).missing(
+        "the arena cannot be allocated: no run starts",
+        "Lower tiers.host.capacity, end other programs, or raise the container's limit.",
+    )
 
 
 def check_huge_pages(mode: str | None, *, is_wanted: bool, share: float | None) -> Finding:
@@ -176,61 +155,49 @@ def check_huge_pages(mode: str | None, *, is_wanted: bool, share: float | None) 
     chosen = mode.partition("[")[2].partition("]")[0] if mode else ""
     cost = "small pages cut every request in pieces: 10-15 times the CPU per byte, less bandwidth"
     if not is_wanted:
-        return degraded(
-            subject,
-            "switched off by tiers.host.huge_pages",
-            cost=cost,
-            remedy="Set tiers.host.huge_pages = true.",
-        )
-    if mode is None or chosen == "never":
-        return degraded(
-            subject,
-            "transparent huge pages: never" if mode else "this kernel has none",
-            cost=cost,
-            remedy="As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-            if mode
-            else "Boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE.",
-        )
-    found = f"transparent huge pages: {chosen}"
+        it = Finding(subject, "switched off by tiers.host.huge_pages")
+        return it.degraded(cost, "Set tiers.host.huge_pages = true.")
+    if mode is None:
+        it = Finding(subject, "this kernel has none")
+        return it.degraded(cost, "Boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE.")
+    it = Finding(subject, f"transparent huge pages: {chosen}")
+    if chosen == "never":
+        remedy = "As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        return it.degraded(cost, remedy)
     if share is None:
-        return ok(subject, f"{found}; not tried, too little memory is free")
-    found += f"; {share:.0%} of a trial arena"
-    if share < 0.95:
-        return degraded(
-            subject,
-            found,
-            cost=cost,
-            remedy="Memory is fragmented. As root: echo 1 > /proc/sys/vm/compact_memory, or start "
-            "the run soon after boot.",
-        )
-    return ok(subject, found)
+        return it.more("; not tried, too little memory is free")
+    it = it.more(f"; {share:.0%} of a trial arena")
+    if share >= 0.95:
+        return it
+    return it.degraded(
+        cost,
+        "Memory is fragmented. As root: echo 1 > /proc/sys/vm/compact_memory, or start the run "
+        "soon after boot.",
+    )
 
 
 def check_sharing(is_as_good: bool) -> Finding:
     """`is_as_good`: an arena that other processes map has as many huge pages as one of its own."""
     subject = "memory of ranks"
     if is_as_good:
-        return ok(subject, "ranks of this machine read each other's arenas")
-    return degraded(
-        subject,
-        "a shared arena has fewer huge pages, or cannot be made",
-        cost="contents between ranks of this machine are copied twice; one rank is not concerned",
-        remedy="Boot Linux 6.1 or later, or as root: "
+        return Finding(subject, "ranks of this machine read each other's arenas")
+    it = Finding(subject, "a shared arena has fewer huge pages, or cannot be made")
+    return it.degraded(
+        "contents between ranks of this machine are copied twice; one rank is not concerned",
+        "Boot Linux 6.1 or later, or as root: "
         "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
     )
 
 
 def check_shared_files(nbytes: int | None) -> Finding:
     """`nbytes`: the size of the file system at /dev/shm; None if there is none."""
-    subject = "/dev/shm"
-    found = "there is none" if nbytes is None else format_nbytes(nbytes)
+    it = Finding("/dev/shm", "there is none" if nbytes is None else format_nbytes(nbytes))
     if nbytes is not None and nbytes >= _SHARED_FILES_NBYTES:
-        return ok(subject, found)
-    return degraded(
-        subject,
-        f"{found}; several GPUs may need {format_nbytes(_SHARED_FILES_NBYTES)}",
-        cost="NCCL may not start: it keeps segments there; one GPU is not concerned",
-        remedy="'docker run --shm-size=1g' or '--ipc=host'; a memory volume in Kubernetes.",
+        return it
+    wanted = f"; several GPUs may need {format_nbytes(_SHARED_FILES_NBYTES)}"
+    return it.more(wanted).degraded(
+        "NCCL may not start: it keeps segments there; one GPU is not concerned",
+        "'docker run --shm-size=1g' or '--ipc=host'; a memory volume in Kubernetes.",
     )
 
 
@@ -238,19 +205,17 @@ def check_memlock(
     limit_nbytes: int | None, *, arena_nbytes: int, is_exempt: bool, has_ring: bool
 ) -> Finding:
     """`limit_nbytes` None is no limit; `is_exempt`: the kernel lets this process pin more."""
-    subject = "memlock limit"
     limit = "none" if limit_nbytes is None else format_nbytes(limit_nbytes)
+    it = Finding("memlock limit", limit)
     if not has_ring:
-        return ok(subject, f"{limit}; the thread engine pins nothing")
+        return it.more("; the thread engine pins nothing")
     if limit_nbytes is None or limit_nbytes >= arena_nbytes:
-        return ok(subject, limit)
+        return it
     if is_exempt:
-        return ok(subject, f"{limit}, but this process may exceed it")
-    return degraded(
-        subject,
-        f"{limit}, the arena has {format_nbytes(arena_nbytes)}",
-        cost="the arena is not registered with the ring: somewhat more CPU per byte",
-        remedy="Raise it to the arena's size: 'ulimit -l', LimitMEMLOCK= of a systemd unit, or "
+        return it.more(", but this process may exceed it")
+    return it.more(f", the arena has {format_nbytes(arena_nbytes)}").degraded(
+        "the arena is not registered with the ring: somewhat more CPU per byte",
+        "Raise it to the arena's size: 'ulimit -l', LimitMEMLOCK= of a systemd unit, or "
         "'docker run --ulimit memlock=-1'.",
     )
 
@@ -305,14 +270,13 @@ def examine_processor(root: Path) -> Iterator[Finding]:
 
 def check_cores(num_cores: int, quota: float | None) -> Finding:
     """`num_cores` by affinity, `quota` in cores."""
-    if quota is not None and quota < num_cores:
-        return degraded(
-            "cores",
-            f"{num_cores}, but time for {quota:g} only (cgroup limit)",
-            cost="threads beyond the limit stop one another for tens of milliseconds",
-            remedy=f"Raise the container's limit, or set OMP_NUM_THREADS={max(1, int(quota))}.",
-        )
-    return ok("cores", str(num_cores))
+    it = Finding("cores", str(num_cores))
+    if quota is None or quota >= num_cores:
+        return it
+    return it.more(f", but time for {quota:g} only (cgroup limit)").degraded(
+        "threads beyond the limit stop one another for tens of milliseconds",
+        f"Raise the container's limit, or set OMP_NUM_THREADS={max(1, int(quota))}.",
+    )
 
 
 def describe_cpu(root: Path) -> tuple[str, frozenset[str]]:
@@ -325,18 +289,15 @@ def describe_cpu(root: Path) -> tuple[str, frozenset[str]]:
 
 def check_instructions(machine: str, model: str, flags: frozenset[str]) -> Finding:
     """`machine` is that of uname(2)."""
-    subject = "instruction sets"
     known = _X86 if machine == "x86_64" else _ARM
     has = [name for name in known if name in flags]
-    found = f"{model}: {', '.join(has) or 'none that matter here'}"
-    if machine == "x86_64" and not {"avx2", "fma"} <= flags:
-        return degraded(
-            subject,
-            found,
-            cost="the optimizer's update on the host runs several times slower without AVX2",
-            remedy="In a virtual machine: let it see the host's CPU (-cpu host).",
-        )
-    return ok(subject, found)
+    it = Finding("instruction sets", f"{model}: {', '.join(has) or 'none that matter here'}")
+    if machine != "x86_64" or {"avx2", "fma"} <= flags:
+        return it
+    return it.degraded(
+        "the optimizer's update on the host runs several times slower without AVX2",
+        "In a virtual machine: let it see the host's CPU (-cpu host).",
+    )
 
 
 def check_numa(
@@ -345,15 +306,16 @@ def check_numa(
     """Judges the `nodes` of the machine, those of the allowed memory, and those of the allowed
     cores."""
     if len(nodes) <= 1:
-        return ok("NUMA", "one node")
+        return Finding("NUMA", "one node")
     allowed = memory_nodes & nodes or nodes
     if len(allowed) == 1 and cpu_nodes <= allowed:
-        return ok("NUMA", f"bound to node {min(allowed)} of {len(nodes)}")
-    return degraded(
+        return Finding("NUMA", f"bound to node {min(allowed)} of {len(nodes)}")
+    return Finding(
         "NUMA",
         f"{len(nodes)} nodes, this process may use {len(allowed)} of them for memory and "
         f"{len(cpu_nodes) or len(nodes)} to run",
-        cost="pages of the arena may lie far from the drive, the device or the core that uses them",
-        remedy="numactl --cpunodebind=N --membind=N infinity train ..., with the node N that the "
-        "drive and the device hang on, when one node's memory suffices.",
+    ).degraded(
+        "pages of the arena may lie far from the drive, the device or the core that uses them",
+        "numactl --cpunodebind=N --membind=N infinity train ..., with the node N that the drive "
+        "and the device hang on, when one node's memory suffices.",
     )

@@ -18,7 +18,7 @@ from infinity.config.schema.tiers import NvmeTier
 from infinity.sizes import PAGE_NBYTES, format_nbytes
 from infinity.storage.probe import crc32c_kernels, direct_alignment
 from infinity.tools.doctor.drives import check_drive, examine_wear, find_drive
-from infinity.tools.doctor.finding import Finding, degraded, missing, ok, read_text
+from infinity.tools.doctor.finding import Finding, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +60,18 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
 def check_checksums(is_on: bool, kernel: str) -> Finding:
     """`kernel` is the name of the processor's fastest way to compute checksums."""
     if not is_on:
-        return degraded(
-            "checksums",
-            "off (io.verify = false)",
-            cost="a page that a drive, a cable or another program changes is trained on, and "
-            "saved, without a word",
-            remedy="Remove io.verify from the file, or set it to true.",
+        return Finding("checksums", "off (io.verify = false)").degraded(
+            "a page that a drive, a cable or another program changes is trained on, and saved, "
+            "without a word",
+            "Remove io.verify from the file, or set it to true.",
         )
-    if kernel == "table":
-        return degraded(
-            "checksums",
-            "on, without an instruction of this processor for them",
-            cost="some 0.7 seconds of processor time for every GB that is read or written",
-            remedy="Run on a processor with SSE4.2 or the CRC extension of ARMv8.",
-        )
-    return ok("checksums", f"on ({kernel})")
+    if kernel != "table":
+        return Finding("checksums", f"on ({kernel})")
+    it = Finding("checksums", "on, without an instruction of this processor for them")
+    return it.degraded(
+        "some 0.7 seconds of processor time for every GB that is read or written",
+        "Run on a processor with SSE4.2 or the CRC extension of ARMv8.",
+    )
 
 
 def directory_errno(path: Path) -> int:
@@ -97,22 +94,14 @@ def check_directory(path: Path, *, code: int, parent_code: int, is_writable: boo
     it is missing."""
     subject, cost = f"{path}: directory", "no swap file can be made here: no run starts"
     if code == errno.ENOENT and parent_code == errno.ENOENT:
-        return missing(
-            subject,
-            f"neither it nor {path.parent} exists",
-            cost=cost,
-            remedy=f"Mount the drive, or: mkdir -p {path.parent}",
-        )
+        it = Finding(subject, f"neither it nor {path.parent} exists")
+        return it.missing(cost, f"Mount the drive, or: mkdir -p {path.parent}")
     if code not in (0, errno.ENOENT):
-        return missing(subject, os.strerror(code), cost=cost, remedy="Choose another path.")
+        return Finding(subject, os.strerror(code)).missing(cost, "Choose another path.")
     if not is_writable:
-        return missing(
-            subject,
-            "may not be written by this user",
-            cost=cost,
-            remedy=f"sudo chown $USER {path.parent if code else path}",
-        )
-    return ok(subject, f"will be made in {path.parent}" if code else "writable")
+        it = Finding(subject, "may not be written by this user")
+        return it.missing(cost, f"sudo chown $USER {path.parent if code else path}")
+    return Finding(subject, f"will be made in {path.parent}" if code else "writable")
 
 
 def try_direct(directory: Path) -> DirectTrial:
@@ -147,63 +136,48 @@ def try_direct(directory: Path) -> DirectTrial:
 def check_direct(path: str, direct: str, trial: DirectTrial) -> Finding:
     """`direct` is the tier's key: "auto", "always" or "never"."""
     subject = f"{path}: direct I/O"
+    cost = "every byte is copied through the page cache, which takes memory"
     if direct == "never":
-        return degraded(
-            subject,
-            'switched off by direct = "never"',
-            cost="every byte is copied through the page cache, which takes memory",
-            remedy='Set direct = "auto".',
-        )
+        it = Finding(subject, 'switched off by direct = "never"')
+        return it.degraded(cost, 'Set direct = "auto".')
     if trial.errno:
-        refusal = f"refused: {os.strerror(trial.errno)}"
-        if direct == "always":
-            return missing(
-                subject,
-                refusal,
-                cost='direct = "always" cannot be kept: no run starts',
-                remedy='Choose a path on ext4 or XFS, or set direct = "auto".',
-            )
-        return degraded(
-            subject,
-            refusal,
-            cost="buffered I/O: every byte is copied through the page cache, which takes memory",
-            remedy="Choose a path on ext4 or XFS.",
+        it = Finding(subject, f"refused: {os.strerror(trial.errno)}")
+        if direct != "always":
+            return it.degraded(f"buffered I/O: {cost}", "Choose a path on ext4 or XFS.")
+        return it.missing(
+            'direct = "always" cannot be kept: no run starts',
+            'Choose a path on ext4 or XFS, or set direct = "auto".',
         )
     if trial.offset_nbytes == 0:
-        return ok(subject, f"works; alignment not said, {PAGE_NBYTES} is assumed")
-    found = f"works; alignment: memory {trial.memory_nbytes}, offset {trial.offset_nbytes}"
-    if max(trial.memory_nbytes, trial.offset_nbytes) > PAGE_NBYTES:
-        return missing(
-            subject,
-            found,
-            cost=f"pieces lie at multiples of {PAGE_NBYTES}: requests would be refused",
-            remedy='Choose another drive, or set direct = "never".',
-        )
-    return ok(subject, found)
+        return Finding(subject, f"works; alignment not said, {PAGE_NBYTES} is assumed")
+    alignment = f"memory {trial.memory_nbytes}, offset {trial.offset_nbytes}"
+    it = Finding(subject, f"works; alignment: {alignment}")
+    if max(trial.memory_nbytes, trial.offset_nbytes) <= PAGE_NBYTES:
+        return it
+    return it.missing(
+        f"pieces lie at multiples of {PAGE_NBYTES}: requests would be refused",
+        'Choose another drive, or set direct = "never".',
+    )
 
 
 def check_space(tier: NvmeTier, free_nbytes: int, total_nbytes: int) -> Finding:
     """Finds whether the free space of a swap path is as large as its capacity."""
     subject = f"{tier.path}: free space"
     if total_nbytes == 0:
-        return ok(subject, "the file system does not say")
-    found = f"{format_nbytes(free_nbytes)} of {format_nbytes(total_nbytes)}"
+        return Finding(subject, "the file system does not say")
+    it = Finding(subject, f"{format_nbytes(free_nbytes)} of {format_nbytes(total_nbytes)}")
     wanted_nbytes = tier.capacity.resolve(free_nbytes)
     if wanted_nbytes > free_nbytes:
-        return missing(
-            subject,
-            f"{found}, capacity asks for {format_nbytes(wanted_nbytes)}",
-            cost="a run that needs all of it is refused at the start",
-            remedy="Free some space, or lower tiers.nvme.capacity.",
+        return it.more(f", capacity asks for {format_nbytes(wanted_nbytes)}").missing(
+            "a run that needs all of it is refused at the start",
+            "Free some space, or lower tiers.nvme.capacity.",
         )
-    if free_nbytes < total_nbytes // 10:
-        return degraded(
-            subject,
-            found,
-            cost="a nearly full drive writes slower and wears faster",
-            remedy="Free some space, or run fstrim on drives that support it.",
-        )
-    return ok(subject, found)
+    if free_nbytes >= total_nbytes // 10:
+        return it
+    return it.degraded(
+        "a nearly full drive writes slower and wears faster",
+        "Free some space, or run fstrim on drives that support it.",
+    )
 
 
 def _device_number(directory: Path, mount: Mount | None) -> int:
@@ -219,9 +193,29 @@ def _device_number(directory: Path, mount: Mount | None) -> int:
 # -- File systems ----------------------------------------------------------------------------------
 
 
-_NETWORK = ("9p", "ceph", "cifs", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "virtiofs")
-_IN_MEMORY = ("ramfs", "tmpfs")
-_COPY_ON_WRITE = ("bcachefs", "btrfs", "zfs")
+# File systems that do not suit swap files: their kinds, the cost, the remedy.
+_COSTLY = (
+    (
+        ("ramfs", "tmpfs"),
+        "swap files here take the very memory they should spare",
+        "Choose a path on a drive.",
+    ),
+    (
+        ("9p", "ceph", "cifs", "fuse", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "virtiofs"),
+        "every byte crosses a network or a user-space daemon",
+        "Choose a path on a local drive.",
+    ),
+    (
+        ("overlay",),
+        "the container's own layer: more work for each request, and it grows the image",
+        "Mount a directory of the host, such as 'docker run -v /mnt/nvme:/mnt/nvme'.",
+    ),
+    (
+        ("bcachefs", "btrfs", "zfs"),
+        "copy-on-write: every write-back goes to new blocks, and may be checksummed and compressed",
+        "Use ext4 or XFS; on btrfs: chattr +C on the empty directory.",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,35 +248,10 @@ def check_file_system(path: str, mount: Mount | None) -> Finding:
     """Finds whether the file system of a swap path suits swap files."""
     subject = f"{path}: file system"
     if mount is None:
-        return ok(subject, "not readable")
-    found = f"{mount.kind} on {mount.source}, mounted at {mount.point}"
-    if mount.kind in _IN_MEMORY:
-        return degraded(
-            subject,
-            found,
-            cost="swap files here take the very memory they should spare",
-            remedy="Choose a path on a drive.",
-        )
-    if mount.kind in _NETWORK or mount.kind.startswith("fuse"):
-        return degraded(
-            subject,
-            found,
-            cost="every byte crosses a network or a user-space daemon",
-            remedy="Choose a path on a local drive.",
-        )
-    if mount.kind == "overlay":
-        return degraded(
-            subject,
-            found,
-            cost="the container's own layer: more work for each request, and it grows the image",
-            remedy="Mount a directory of the host, such as 'docker run -v /mnt/nvme:/mnt/nvme'.",
-        )
-    if mount.kind in _COPY_ON_WRITE:
-        return degraded(
-            subject,
-            found,
-            cost="copy-on-write: every write-back goes to new blocks, and may be checksummed and "
-            "compressed",
-            remedy="Use ext4 or XFS; on btrfs: chattr +C on the empty directory.",
-        )
-    return ok(subject, found)
+        return Finding(subject, "not readable")
+    it = Finding(subject, f"{mount.kind} on {mount.source}, mounted at {mount.point}")
+    kind = "fuse" if mount.kind.startswith("fuse") else mount.kind
+    for kinds, cost, remedy in _COSTLY:
+        if kind in kinds:
+            return it.degraded(cost, remedy)
+    return it
