@@ -43,7 +43,6 @@ from infinity.tools.bench.nvme import EXTENT_NBYTES, DriveSet, has_raw_ring, ope
 from infinity.tools.bench.report import environment_of
 from infinity.tools.bench.scratch import DIRECTORY_NAME, RegionName, remove_directory, reserve
 from infinity.tools.bench.transfer import (
-    FileSet,
     TransferKind,
     TransferMove,
     engine_transfer,
@@ -88,8 +87,7 @@ def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Comparison]:
     nbytes = min(lab.effort.sweep_nbytes, lab.effort.nbytes // 2)
     many = format_nbytes(nbytes)
     depth = min(_MAX_DEPTH, lab.start_depth * lab.io.block_size // SMALL_NBYTES)
-    with lab.engine() as engine, contextlib.ExitStack() as stack:
-        files = FileSet(engine, drives.scratch, lab.arena)
+    with drives.files() as files, contextlib.ExitStack() as stack:
 
         def ring(name: str, moves: Sequence[TransferMove]) -> list[Contender]:
             """With as much in flight as the engine has."""
@@ -103,21 +101,14 @@ def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Comparison]:
                 return []
             return [drives.fio(kind, IoSettings(SMALL_NBYTES, depth, access), 2 * nbytes)]
 
-        def group(
-            case: str, subjects: Sequence[Contender], ceilings: Sequence[Contender]
-        ) -> Comparison:
-            labels = drives.labels(kind, extent_nbytes=SMALL_NBYTES, depth=lab.io.queue_depth)
-            case = f"{many} in 64 KiB, {case}"
-            return Comparison(f"extents {kind}", case, subjects, ceilings, labels, drives.note)
-
         near, far = side_by_side(kind, nbytes), apart(kind, nbytes)
         in_order = sorted(far, key=lambda move: move.offset_nbytes)
         large = engine_transfer(
             f"extents of {short_size(EXTENT_NBYTES)}", files, kind,
             nbytes=nbytes, extent_nbytes=EXTENT_NBYTES,
         )  # fmt: skip
-        groups = [
-            group(
+        groups: list[tuple[str, Sequence[Contender], Sequence[Contender]]] = [
+            (
                 "side by side in the file, scattered in memory",
                 [
                     moves_transfer("one request", files, near, in_one_request=True),
@@ -125,19 +116,23 @@ def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Comparison]:
                 ],
                 [large, *ring("", near)],
             ),
-            group(
+            (
                 "apart in the file",
                 [moves_transfer("one request", files, far, in_one_request=True)],
                 [*ring("", in_order), *fio_of("strided")],
             ),
-            group(
+            (
                 "apart in the file, in random order",
                 [moves_transfer("a request each", files, far)],
                 [*ring(", random", far), *fio_of("random")],
             ),
         ]
-        for compared in groups:
-            yield lab.measure(compared, lab.effort.rounds)
+        for case, subjects, ceilings in groups:
+            yield drives.measured(
+                f"extents {kind}", f"{many} in 64 KiB, {case}", subjects, ceilings,
+                lab.effort.rounds,
+                operation=kind, extent_nbytes=SMALL_NBYTES, depth=lab.io.queue_depth,
+            )  # fmt: skip
 
 
 def volume_transfer(

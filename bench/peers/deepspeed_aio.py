@@ -145,7 +145,7 @@ def compare(words: argparse.Namespace) -> None:
         verdict,
     )
     from infinity.tools.bench.report import environment_of, rows_of, to_json
-    from infinity.tools.bench.transfer import FileSet, engine_transfer
+    from infinity.tools.bench.transfer import engine_transfer
     from infinity.tools.cli.bench import parse_size, print_tables
 
     nbytes = parse_size(words.size)
@@ -170,18 +170,17 @@ def compare(words: argparse.Namespace) -> None:
     with Arena(nbytes) as arena, start(words.venv, nbytes) as peer:
         lab = Lab(arena, (words.path.resolve(),), Io(), effort, with_fio=False)
         environment = {**environment_of(lab.directories, arena), "deepspeed": peer.hello}
-        with nvme.open_drives(lab, lab.directories) as drives, lab.engine() as engine:
+        with nvme.open_drives(lab, lab.directories) as drives, drives.files() as files:
             memory = arena.memory(0, nbytes)
             pattern.fill(memory, offset_nbytes=0, seed=0)
             wanted = np.frombuffer(memory, np.int64)[:: (1 << 20) // 8].tolist()
-            files = FileSet(engine, drives.scratch, arena)
             for kind, region in (("read", "still"), ("write", "busy")):
                 (share,) = drives.scratch.shares(region)
                 tried = [turn(peer, share, kind, settings) for settings in SETTINGS]
                 search = run_rounds(Comparison("search", kind, tried), rounds=2, warm_ups=0)
                 best = max(tried, key=lambda each: bandwidth_of(search.samples[each.name]).median)
                 subject = engine_transfer(
-                    nvme.engine_label(lab, engine), files, kind,
+                    nvme.engine_label(lab, files.engine), files, kind,
                     nbytes=nbytes, extent_nbytes=nvme.EXTENT_NBYTES,
                 )  # fmt: skip
                 case = f"{words.size} beside DeepSpeed {peer.hello['version']}"

@@ -61,8 +61,8 @@ def drives(request: pytest.FixtureRequest, make_lab: Callable[..., Lab]) -> Iter
 
 @pytest.fixture
 def files(drives: DriveSet) -> Iterator[FileSet]:
-    with drives.lab.engine() as engine:
-        yield FileSet(engine, drives.scratch, drives.lab.arena)
+    with drives.files() as files:
+        yield files
 
 
 def all_equal(results: list[Comparison]) -> bool:

@@ -83,9 +83,9 @@ def test_a_changed_page_is_an_error_with_checksums_and_wrong_bytes_without(
 @pytest.mark.parametrize("plan", [side_by_side, apart])
 def test_small_extents_go_where_they_belong(files: FileSet, kind: TransferKind, plan) -> None:
     moves = plan(kind, NBYTES)
-    places = sorted(move.place for move in moves)
+    places = sorted(move.place_nbytes for move in moves)
     assert places == list(range(0, NBYTES, SMALL_NBYTES))
-    assert [move.offset_nbytes for move in moves] != [move.place for move in moves]
+    assert [move.offset_nbytes for move in moves] != [move.place_nbytes for move in moves]
     for in_one_request in (True, False):
         sample = moves_transfer("e", files, moves, in_one_request=in_one_request).run()
         assert sample.ok and sample.nbytes == NBYTES

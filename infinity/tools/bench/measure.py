@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from infinity.config.schema.engine import Io
 from infinity.sizes import GIB, MIB, format_nbytes
 from infinity.storage.arena import Arena
-from infinity.storage.native_engine import RingFlags, depth_range, open_configured
+from infinity.storage.native_engine import depth_range, open_configured
 from infinity.storage.protocol import StorageEngine
 
 GB = 10**9
@@ -282,23 +282,9 @@ class Lab:
         """Blocks that the configured engine has in flight on a drive at first."""
         return depth_range(self.io.queue_depth, self.io.block_size)[1]
 
-    def engine(
-        self,
-        *,
-        block_nbytes: int | None = None,
-        depth: int | None = None,
-        num_rings: int | None = None,
-        ring_flags: RingFlags | None = None,
-    ) -> StorageEngine:
-        """The configured engine, or one with other settings."""
-        return open_configured(
-            self.io,
-            self.arena,
-            block_nbytes=block_nbytes,
-            queue_depth=depth,
-            num_rings=num_rings,
-            ring_flags=ring_flags,
-        )
+    def engine(self, **changes: Any) -> StorageEngine:
+        """The configured engine, or one with other options of `open_engine`."""
+        return open_configured(self.io, self.arena, **changes)
 
     def measure(self, compared: Comparison, rounds: int, *, warm_ups: int = 1) -> Comparison:
         """Runs the contenders in interleaved rounds after `warm_ups` that do not count."""

@@ -173,22 +173,17 @@ def device_copies(lab: Lab, device: DeviceAdapter) -> Iterator[Comparison]:
 
 def pipeline(drives: DriveSet, device: DeviceAdapter, extent_nbytes: int) -> Iterator[Comparison]:
     """The complete path beside the drive alone: the device should add no cost."""
-    lab = drives.lab
-    nbytes = lab.effort.nbytes
-    with lab.engine() as engine:
-        files = FileSet(engine, drives.scratch, lab.arena)
+    effort = drives.lab.effort
+    nbytes = effort.nbytes
+    with drives.files() as files:
         ceiling = engine_transfer(
             "drive to host alone", files, "read", nbytes=nbytes, extent_nbytes=extent_nbytes
         )
-        compared = Comparison(
-            "nvme to device",
-            f"{format_nbytes(nbytes)} in {format_nbytes(extent_nbytes)}, {drives.name}",
-            [nvme_to_device(device, files, nbytes, extent_nbytes)],
-            [ceiling],
-            drives.labels("read", extent_nbytes=extent_nbytes),
-            drives.note,
-        )
-        yield lab.measure(compared, lab.effort.rounds)
+        yield drives.measured(
+            "nvme to device", f"{format_nbytes(nbytes)} in {format_nbytes(extent_nbytes)}",
+            [nvme_to_device(device, files, nbytes, extent_nbytes)], [ceiling], effort.rounds,
+            operation="read", extent_nbytes=extent_nbytes,
+        )  # fmt: skip
 
 
 def arena_to_device(device: DeviceAdapter, arena: Arena, direction: str, nbytes: int) -> Contender:

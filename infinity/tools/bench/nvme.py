@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from infinity.sizes import MIB, format_nbytes
 from infinity.storage.probe import explain_missing_uring
@@ -63,14 +64,28 @@ class DriveSet:
             return "buffered: this is the page cache"
         return self._fio_note
 
-    def labels(self, kind: str, **more: int | float | str) -> dict[str, str | int | float]:
-        """Returns the labels of a group over these drives, for programs."""
-        labels: dict[str, str | int | float] = {
-            "operation": kind,
-            "paths": self.name,
-            "num_paths": len(self.scratch.directories),
-        }
-        return labels | more
+    @contextlib.contextmanager
+    def files(self, **changes: Any) -> Iterator[FileSet]:
+        """Opens the scratch files in an engine of the lab, with other options of it if any."""
+        with self.lab.engine(**changes) as engine:
+            yield FileSet(engine, self.scratch, self.lab.arena)
+
+    def measured(
+        self,
+        section: str,
+        case: str,
+        subjects: Sequence[Contender],
+        ceilings: Sequence[Contender],
+        rounds: int,
+        *,
+        warm_ups: int = 1,
+        **labels: str | int | float,
+    ) -> Comparison:
+        """Runs contenders over these drives. `labels`: `operation`, and what else programs need."""
+        own = labels | {"paths": self.name, "num_paths": len(self.scratch.directories)}
+        case = f"{case}, {self.name}"
+        compared = Comparison(section, case, subjects, ceilings, own, self.note)
+        return self.lab.measure(compared, rounds, warm_ups=warm_ups)
 
     def fio(self, kind: TransferKind, settings: IoSettings, nbytes: int | None = None) -> Contender:
         """Returns fio as a contender, over the scratch files' region of this kind."""
@@ -90,11 +105,9 @@ class DriveSet:
         if not self.lab.with_fio or kind in self._best_fio:
             return
         candidates = self.lab.effort.fio_candidates
-        search = Comparison(
-            "fio search", f"{kind}, {self.name}",
-            [self.fio(kind, settings) for settings in candidates], labels=self.labels(kind),
-        )  # fmt: skip
-        result = self.lab.measure(search, self.lab.effort.search_rounds, warm_ups=0)
+        tried = [self.fio(kind, settings) for settings in candidates]
+        rounds = self.lab.effort.search_rounds
+        result = self.measured("fio search", kind, tried, [], rounds, warm_ups=0, operation=kind)
         rates = {
             settings: bandwidth_of(result.samples[f"fio {settings}"]).median
             for settings in candidates
@@ -157,21 +170,14 @@ def bandwidth(drives: DriveSet, kind: TransferKind) -> Iterator[Comparison]:
     """The headline: `nbytes` in extents of 16 MiB through the engine as configured."""
     lab, nbytes = drives.lab, drives.lab.effort.nbytes
     yield from drives.best_fio(kind)
-    with lab.engine() as engine, contextlib.ExitStack() as stack:
-        files = FileSet(engine, drives.scratch, lab.arena)
-        subject = engine_transfer(
-            engine_label(lab, engine), files, kind,
-            nbytes=nbytes, extent_nbytes=EXTENT_NBYTES,
+    with drives.files() as files, contextlib.ExitStack() as stack:
+        label = engine_label(lab, files.engine)
+        subject = engine_transfer(label, files, kind, nbytes=nbytes, extent_nbytes=EXTENT_NBYTES)
+        yield drives.measured(
+            f"nvme {kind}", f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}",
+            [subject], drives.ceilings(kind, files, stack, nbytes=nbytes), lab.effort.rounds,
+            operation=kind, extent_nbytes=EXTENT_NBYTES, depth=lab.io.queue_depth,
         )  # fmt: skip
-        group = Comparison(
-            f"nvme {kind}",
-            f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {drives.name}",
-            [subject],
-            drives.ceilings(kind, files, stack, nbytes=nbytes),
-            drives.labels(kind, extent_nbytes=EXTENT_NBYTES, depth=lab.io.queue_depth),
-            drives.note,
-        )
-        yield lab.measure(group, lab.effort.rounds)
 
 
 def sweep(drives: DriveSet, kind: TransferKind) -> Iterator[Comparison]:
@@ -181,9 +187,7 @@ def sweep(drives: DriveSet, kind: TransferKind) -> Iterator[Comparison]:
     yield from drives.best_fio(kind)
     with contextlib.ExitStack() as engines:
         by_depth = {
-            depth: FileSet(
-                engines.enter_context(lab.engine(depth=depth)), drives.scratch, lab.arena
-            )
+            depth: engines.enter_context(drives.files(queue_depth=depth))
             for depth in lab.effort.depths
         }
         for extent_nbytes in lab.effort.extents_nbytes:
@@ -199,15 +203,12 @@ def sweep(drives: DriveSet, kind: TransferKind) -> Iterator[Comparison]:
                     for depth, files in by_depth.items()
                 ]
                 files = next(iter(by_depth.values()))
-                group = Comparison(
-                    f"sweep {kind}",
-                    f"extents of {format_nbytes(extent_nbytes)}, {drives.name}",
-                    subjects,
-                    drives.ceilings(kind, files, stack, nbytes=nbytes, is_headline=False),
-                    drives.labels(kind, extent_nbytes=extent_nbytes),
-                    drives.note,
-                )
-                yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
+                ceilings = drives.ceilings(kind, files, stack, nbytes=nbytes, is_headline=False)
+                yield drives.measured(
+                    f"sweep {kind}", f"extents of {format_nbytes(extent_nbytes)}", subjects,
+                    ceilings, lab.effort.sweep_rounds, warm_ups=0,
+                    operation=kind, extent_nbytes=extent_nbytes,
+                )  # fmt: skip
 
 
 def stripes(lab: Lab) -> Iterator[Comparison]:
@@ -228,8 +229,7 @@ def stripes(lab: Lab) -> Iterator[Comparison]:
 def latency(drives: DriveSet) -> Iterator[Comparison]:
     """One demand read at a time: on an idle drive, and behind write-backs that never run dry."""
     lab = drives.lab
-    with lab.engine() as engine:
-        files = FileSet(engine, drives.scratch, lab.arena)
+    with drives.files() as files:
         for extent_nbytes in _LATENCY_EXTENTS_NBYTES:
             count = min(lab.effort.num_latencies, lab.effort.nbytes // 2 // extent_nbytes)
             subjects = [
@@ -240,11 +240,10 @@ def latency(drives: DriveSet) -> Iterator[Comparison]:
             if lab.with_fio:
                 settings = IoSettings(extent_nbytes, 1)
                 ceilings.append(drives.fio("read", settings, extent_nbytes * count))
-            group = Comparison(
-                "latency", f"reads of {format_nbytes(extent_nbytes)}, {drives.name}",
-                subjects, ceilings, drives.labels("read", extent_nbytes=extent_nbytes), drives.note,
+            yield drives.measured(
+                "latency", f"reads of {format_nbytes(extent_nbytes)}", subjects, ceilings,
+                lab.effort.sweep_rounds, warm_ups=0, operation="read", extent_nbytes=extent_nbytes,
             )  # fmt: skip
-            yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
 
 
 def engine_label(lab: Lab, engine: StorageEngine) -> str:

@@ -42,23 +42,17 @@ def next_seed() -> int:
 
 @dataclass(frozen=True, slots=True)
 class TransferMove:
-    """One extent: `nbytes` at `offset_nbytes` of a region, and at `place_nbytes` of the arena,
-    without one at the same offset."""
+    """One extent: `nbytes` at `offset_nbytes` of a region, and at `place_nbytes` of the arena."""
 
     operation: Operation
     region: RegionName
     offset_nbytes: int
     nbytes: int
-    place_nbytes: int | None = None
-
-    @property
-    def place(self) -> int:
-        """The offset in the arena; that of the file, unless `place_nbytes` differs."""
-        return self.offset_nbytes if self.place_nbytes is None else self.place_nbytes
+    place_nbytes: int
 
 
 def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[TransferMove]:
-    """Returns the extents of one transfer, in order of offset.
+    """Returns the extents of one transfer, in order of offset, each at the same place of the arena.
 
     "mixed" is half reads of the still region's first half and half writes of the busy region's
     second half, alternately. The last extent may be smaller.
@@ -66,15 +60,16 @@ def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[T
     if kind != "mixed":
         region: RegionName = "still" if kind == "read" else "busy"
         return [
-            TransferMove(kind, region, at, min(extent_nbytes, nbytes - at))
+            TransferMove(kind, region, at, min(extent_nbytes, nbytes - at), at)
             for at in range(0, nbytes, extent_nbytes)
         ]
     half_nbytes = nbytes // 2
     turns = []
     for at in range(0, half_nbytes, extent_nbytes):
         size_nbytes = min(extent_nbytes, half_nbytes - at)
-        turns.append(TransferMove("read", "still", at, size_nbytes))
-        turns.append(TransferMove("write", "busy", half_nbytes + at, size_nbytes))
+        behind = half_nbytes + at
+        turns.append(TransferMove("read", "still", at, size_nbytes, at))
+        turns.append(TransferMove("write", "busy", behind, size_nbytes, behind))
     return turns
 
 
@@ -85,7 +80,7 @@ class FileSet:
         self.engine = engine
         self.scratch = scratch
         self.arena = arena
-        self._files = [
+        self._numbers = [
             engine.open(path, direct=is_direct)
             for path, is_direct in zip(scratch.file_paths, scratch.is_direct, strict=True)
         ]
@@ -94,13 +89,12 @@ class FileSet:
         """Queues the move on the engine under test."""
         return self.engine.submit(move.operation, self.segments(move), priority)
 
-    def segments(self, move: TransferMove) -> list[Segment]:
-        """Returns the segments of a move, which may span several paths."""
-        address = self.arena.address + move.place
+    def segments(self, move: TransferMove, numbers: Sequence[int] | None = None) -> list[Segment]:
+        """Returns the segments of a move, which may span several paths. `numbers`: of the opened
+        files, by default those of the engine."""
+        address, files = self.arena.address + move.place_nbytes, numbers or self._numbers
         return [
-            Segment(
-                self._files[extent.path_index], extent.offset_nbytes, address + at, extent.nbytes
-            )
+            Segment(files[extent.path_index], extent.offset_nbytes, address + at, extent.nbytes)
             for extent, at in slice_extents(
                 self.scratch.regions[move.region],
                 offset_nbytes=move.offset_nbytes,
@@ -168,7 +162,7 @@ def engine_latency(
     # So many fit side by side that no two in flight overlap.
     write_nbytes = min(_WRITE_BACK_NBYTES, align_down(half_nbytes // max(behind, 1), MIB))
     writes = [
-        TransferMove("write", "busy", at, write_nbytes)
+        TransferMove("write", "busy", at, write_nbytes, at)
         for at in range(half_nbytes, 2 * half_nbytes - write_nbytes + 1, write_nbytes)
     ]
 
@@ -199,7 +193,7 @@ def engine_latency(
 def prepare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> None:
     """Memory that proves the transfer: poison where bytes arrive, `seed` where they leave from."""
     for span in _spans(moves):
-        memory = files.arena.memory(span.place, span.nbytes)
+        memory = files.arena.memory(span.place_nbytes, span.nbytes)
         if span.operation == "read":
             pattern.poison(memory)
         else:
@@ -214,13 +208,13 @@ def compare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> bool:
     spans = _spans(moves)
     written = [span for span in spans if span.operation == "write"]
     for span in written:
-        pattern.poison(files.arena.memory(span.place, span.nbytes))
+        pattern.poison(files.arena.memory(span.place_nbytes, span.nbytes))
     tickets = [files.submit(replace(span, operation="read")) for span in written]
     for ticket in tickets:
         ticket.wait()
     return all(
         pattern.matches(
-            files.arena.memory(span.place, span.nbytes),
+            files.arena.memory(span.place_nbytes, span.nbytes),
             offset_nbytes=span.offset_nbytes,
             seed=STILL_SEED if span.operation == "read" else seed,
         )
@@ -229,9 +223,8 @@ def compare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> bool:
 
 
 def _spans(moves: Sequence[TransferMove]) -> list[TransferMove]:
-    """Yields the moves in the order of the region; moves that are adjacent in it and in memory
-    become one.
-    """
+    """Returns the moves in the order of the region; those that are adjacent in it and in memory
+    become one."""
     spans: list[TransferMove] = []
     for move in sorted(moves, key=lambda entry: (entry.operation, entry.offset_nbytes)):
         last = spans[-1] if spans else None
@@ -239,11 +232,11 @@ def _spans(moves: Sequence[TransferMove]) -> list[TransferMove]:
             last is not None
             and last.operation == move.operation
             and last.offset_nbytes + last.nbytes == move.offset_nbytes
-            and last.place + last.nbytes == move.place
+            and last.place_nbytes + last.nbytes == move.place_nbytes
         ):
             spans[-1] = replace(last, nbytes=last.nbytes + move.nbytes)
         else:
-            spans.append(replace(move, place_nbytes=move.place))
+            spans.append(move)
     return spans
 
 
@@ -291,18 +284,11 @@ def _ring_requests(
         buffers = ring.register_buffers(regions)
     requests: list[_RingRequest] = []
     for move in moves:
-        for extent, at in slice_extents(
-            files.scratch.regions[move.region],
-            offset_nbytes=move.offset_nbytes,
-            nbytes=move.nbytes,
-        ):
-            start_nbytes = move.place + at
-            address = arena.address + start_nbytes
-            segment = Segment(fds[extent.path_index], extent.offset_nbytes, address, extent.nbytes)
-            memory: Raw | RegisteredBuffer = Raw(address, extent.nbytes)
+        for segment in files.segments(move, fds):
+            memory: Raw | RegisteredBuffer = Raw(segment.address, segment.nbytes)
             if buffers:
-                index, inside_nbytes = divmod(start_nbytes, GIB)
-                memory = buffers[index].part(inside_nbytes, extent.nbytes)
+                index, inside_nbytes = divmod(segment.address - arena.address, GIB)
+                memory = buffers[index].part(inside_nbytes, segment.nbytes)
             requests.append((move.operation, segment, memory))
     return requests
 

@@ -196,25 +196,21 @@ def search(lab: Lab, *, limit_s: float) -> TunedSetting:
     ring_scores: dict[RingSetup, float] = {}
 
     def settle(setting: IoSettings) -> dict[str, Any]:
-        return {"block_nbytes": setting.block_nbytes, "depth": setting.depth}
+        return {"block_nbytes": setting.block_nbytes, "queue_depth": setting.depth}
 
     def set_up(setting: RingSetup) -> dict[str, Any]:
         return {**settle(best), "num_rings": setting.num_rings, "ring_flags": setting.flags}
 
     with open_drives(lab, lab.directories) as drives:
-        _, found, running, rounds = _search(drives, CANDIDATES, settle, start_s + limit_s * share)
-        best = choose({setting: found[setting] for setting in running})
+        left, found, rounds = _search(drives, CANDIDATES, settle, start_s + limit_s * share)
+        best = choose({setting: found[setting] for setting in left[KINDS[0]]})
         if has_rings:
             setups = ring_setups(grants_ring_flags)
             default = setups[0]
-            ring_rates, ring_scores, left, _ = _search(
+            ring_rates, ring_scores, _ = _search(
                 drives, setups, set_up, start_s + limit_s, stays=default
             )
-            still = {
-                kind: {setting: values for setting, values in of_kind.items() if setting in left}
-                for kind, of_kind in ring_rates.items()
-            }
-            rings = choose_rings(still, default)
+            rings = choose_rings(ring_rates, default)
     settings = settle(best) if rings is None else set_up(rings)
     paths, cpu = [], None
     for directory in lab.directories:
@@ -231,8 +227,8 @@ def _search(
     deadline_s: float,
     *,
     stays: Setting | None = None,
-) -> tuple[Rates[Setting], dict[Setting, float], list[Setting], int]:
-    """Returns rates and scores of all candidates, the remaining ones, and the number of rounds.
+) -> tuple[Rates[Setting], dict[Setting, float], int]:
+    """Returns the rates of the remaining candidates, the scores of all, and the number of rounds.
 
     `stays` remains to the end.
     """
@@ -250,7 +246,10 @@ def _search(
         is_late = time.monotonic() >= deadline_s
         if rounds >= _MINIMUM_ROUNDS and (is_late or len(running) == 1):
             break
-    return rates, found, running, rounds
+    left = {
+        kind: {setting: of_kind[setting] for setting in running} for kind, of_kind in rates.items()
+    }
+    return left, found, rounds
 
 
 def _turns(
@@ -265,22 +264,18 @@ def _turns(
     turn = rounds % len(running)
     for setting in [*running[turn:], *running[:turn]]:
         lab.on_step(f"round {rounds}: {kind}, {len(running)} candidates left, now {setting}")
-        with lab.engine(**settings_of(setting)) as engine:
-            sample = _transfer(
-                drives, FileSet(engine, drives.scratch, lab.arena), kind, str(setting)
-            ).run()
+        with drives.files(**settings_of(setting)) as files:
+            sample = _transfer(drives, files, kind, str(setting)).run()
         _check([sample], f"{kind} with {setting}")
         yield setting, sample
 
 
 def _bandwidth(drives: DriveSet, settings: Mapping[str, Any]) -> tuple[PathBandwidth, float | None]:
     """The chosen settings on one path, and the CPU seconds per GB over all kinds."""
-    lab = drives.lab
-    with lab.engine(**settings) as engine:
-        files = FileSet(engine, drives.scratch, lab.arena)
+    with drives.files(**settings) as files:
         subjects = [_transfer(drives, files, kind, kind) for kind in KINDS]
         compared = Comparison("bandwidth", drives.name, subjects)
-        samples = lab.measure(compared, _BANDWIDTH_ROUNDS).samples
+        samples = drives.lab.measure(compared, _BANDWIDTH_ROUNDS).samples
     for kind in KINDS:
         _check(samples[kind], f"{kind} with {settings}")
     summaries = {kind: bandwidth_of(samples[kind]) for kind in KINDS}
