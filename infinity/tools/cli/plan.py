@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -329,7 +329,7 @@ def _print_table(asked: PlanOptions) -> None:
             cells.append(catalogue.plan_cell(name, machine, found[machine], rank))
             update(advance=1)
     if wants_json() or (file is not None and file.suffix == ".json"):
-        text = json.dumps(catalogue.to_dict(cells), indent=1)
+        text = json.dumps([asdict(cell) for cell in cells], indent=1)
     else:
         text = catalogue.page_of(cells, rank, is_markdown=file is not None)
     if file is None:

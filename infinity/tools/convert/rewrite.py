@@ -214,8 +214,7 @@ def write_directory(plan: DirectoryPlan, out: Path, progress: Progress = lambda 
 
 def _write_shard(path: Path, rows: Sequence[tuple[str, PlannedTensor]], progress: Progress) -> None:
     infos = [info for _, outcome in rows for info in outcome.infos]
-    writer = SafetensorsWriter(path, infos, metadata={"format": "pt"})
-    try:
+    with SafetensorsWriter(path, infos, metadata={"format": "pt"}) as writer:
         for name, outcome in rows:
             values = outcome.make()
             for info in outcome.infos:
@@ -224,8 +223,6 @@ def _write_shard(path: Path, rows: Sequence[tuple[str, PlannedTensor]], progress
             progress(description=name, advance=outcome.nbytes)
         writer.finish()
         writer.commit()
-    finally:
-        writer.close()
 
 
 def _copy_other_files(source: Path, target: Path) -> None:

@@ -84,10 +84,10 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
         found = {place: attrgetter(place)(hardware) for place in places}
         return {place: 2 * rate for place, rate in found.items() if rate is not None}
 
-    yield (
-        "twice the host memory",
-        (_with_twice_the_host(config), *machine(twice("host.memory"))[1:]),
-    )
+    budget = config.tiers.host.capacity.nbytes  # A share of the memory, or "auto", grows with it.
+    more = {} if budget is None else {"tiers.host.capacity": Capacity(nbytes=2 * budget)}
+    grown = (changed(config, more), *machine(twice("host.memory"))[1:])
+    yield "twice the host memory", grown
     rates = ("host.update_gb_per_s", "host.sum_gb_per_s", "host.norm_gb_per_s")
     yield "memory twice as fast", machine(twice(*rates))
     if hardware.nvme is not None:
@@ -111,34 +111,23 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
     if batch.num_micro_batches > 1 and config.schedule.micro_batch is None:
         all_tokens = batch.num_tokens * batch.num_micro_batches
         as_one = replace(batch, num_tokens=all_tokens, num_micro_batches=1, recomputes=True)
+        # Saved inputs go to the host, and to drives that there are.
+        tiers = ("host",) if hardware.nvme is None else ("host", "nvme")
+        tiers = ("device",) if hardware.shares_host_memory else tiers
+        count = max(batch.num_tokens // batch.sequence_length, 1)
+        order = {"schedule.micro_batch": count, "placement.activations": tiers}
         yield (
             "all micro-batches through a block while it is there (schedule.micro_batch, "
             "placement.activations)",
-            (_layer_major(config, hardware, batch), hardware, as_one),
+            (changed(config, order), hardware, as_one),
         )
     larger = replace(batch, num_tokens=2 * batch.num_tokens)
     if base.model.frozen is not None and config.schedule.micro_batch is not None:
         yield f"twice as many tokens a {base.batch.name}", (config, hardware, larger)
         return
     yield "micro-batches twice as large", (config, hardware, larger)
-    more = replace(batch, num_micro_batches=2 * batch.num_micro_batches)
-    yield "twice as many micro-batches a step", (config, hardware, more)
-
-
-def _with_twice_the_host(config: SwapConfig) -> SwapConfig:
-    """Doubles the host budget. A share of the memory, or "auto", grows with the memory."""
-    nbytes = config.tiers.host.capacity.nbytes
-    if nbytes is None:
-        return config
-    return changed(config, {"tiers.host.capacity": Capacity(nbytes=2 * nbytes)})
-
-
-def _layer_major(config: SwapConfig, hardware: Hardware, batch: Batch) -> SwapConfig:
-    """Changes to layer-major order. Saved inputs go to the host, and to drives that there are."""
-    tiers = ("host",) if hardware.nvme is None else ("host", "nvme")
-    tiers = ("device",) if hardware.shares_host_memory else tiers
-    count = max(batch.num_tokens // batch.sequence_length, 1)
-    return changed(config, {"schedule.micro_batch": count, "placement.activations": tiers})
+    longer = replace(batch, num_micro_batches=2 * batch.num_micro_batches)
+    yield "twice as many micro-batches a step", (config, hardware, longer)
 
 
 def _with_another_drive(nvme: Nvme) -> Nvme:

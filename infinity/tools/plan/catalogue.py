@@ -7,9 +7,8 @@ has devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -44,10 +43,10 @@ class Cell:
     model: str
     machine: str
     rank: int | None
-    tokens_per_s: float | None
-    step_s: float | None
-    tokens_per_step: int | None
-    binding: str | None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    tokens_per_step: int | None = None
+    binding: str | None = None
     reason: str = ""
 
     @property
@@ -55,10 +54,8 @@ class Cell:
         """The cell as a reader sees it."""
         if self.tokens_per_s is None:
             return f"no: {self.reason.partition(':')[0]}"
-        rate = (
-            f"{self.tokens_per_s:,.0f}" if self.tokens_per_s >= 10 else f"{self.tokens_per_s:.2g}"
-        )
-        return f"{rate} {_BINDING.get(self.binding or '', 'exchange')}"
+        form = ",.0f" if self.tokens_per_s >= 10 else ".2g"
+        return f"{self.tokens_per_s:{form}} {_BINDING.get(self.binding or '', 'exchange')}"
 
 
 def published_models() -> list[str]:
@@ -87,21 +84,16 @@ def plan_cell(name: str, machine: str, hardware: Hardware, rank: int | None) -> 
         _, _, said = plan_shipped(name, hardware, rank)
     except InfinityError as error:
         tier = _TIERS.get(error.tier, error.tier) if isinstance(error, CapacityError) else "plan"
-        return Cell(name, machine, rank, None, None, None, None, f"{tier}: {error}")
+        return Cell(name, machine, rank, reason=f"{tier}: {error}")
     return cell_of(name, machine, rank, said)
 
 
 def cell_of(name: str, machine: str, rank: int | None, said: Forecast) -> Cell:
     """Returns the cell of a forecast."""
     if said.obstacles:
-        return Cell(name, machine, rank, None, None, None, None, f"batch: {said.obstacles[0]}")
+        return Cell(name, machine, rank, reason=f"batch: {said.obstacles[0]}")
     tokens = said.num_ranks * said.batch.tokens_per_step
     return Cell(name, machine, rank, said.tokens_per_s, said.step.step_s, tokens, said.step.binding)
-
-
-def to_dict(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Returns the cells in plain numbers."""
-    return [asdict(cell) for cell in cells]
 
 
 def to_rows(cells: Sequence[Cell]) -> list[list[str]]:
@@ -122,13 +114,10 @@ def to_rows(cells: Sequence[Cell]) -> list[list[str]]:
 def to_text(cells: Sequence[Cell]) -> str:
     """Returns the table in aligned columns."""
     rows = to_rows(cells)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        first, size, *rates = zip(row, widths, strict=True)
-        parts = [f"{first[0]:<{first[1]}}", f"{size[0]:<{size[1]}}"]
-        lines.append("  ".join([*parts, *(f"{text:>{width}}" for text, width in rates)]).rstrip())
-    return "\n".join(lines)
+    columns = zip(*rows, strict=True)
+    sides = ["<", "<", *">" * (len(rows[0]) - 2)]
+    forms = [f"{side}{max(map(len, column))}" for side, column in zip(sides, columns, strict=True)]
+    return "\n".join("  ".join(map(format, row, forms)).rstrip() for row in rows)
 
 
 def to_markdown(cells: Sequence[Cell]) -> str:
@@ -142,8 +131,7 @@ def to_markdown(cells: Sequence[Cell]) -> str:
 def page_of(cells: Sequence[Cell], rank: int | None, *, is_markdown: bool) -> str:
     """Returns the table with its headline and a note on the step. `rank`: of the adapter."""
     how = "All weights, in bfloat16" if rank is None else f"LoRA of rank {rank} over the checkpoint"
-    title, table = (
-        f"{how}: tokens/s, and what binds",
-        to_markdown(cells) if is_markdown else to_text(cells),
-    )
-    return f"{'## ' * is_markdown}{title}\n\n{table}\n\n{_NOTE}"
+    title, table = f"{how}: tokens/s, and what binds", to_text(cells)
+    if is_markdown:
+        title, table = f"## {title}", to_markdown(cells)
+    return f"{title}\n\n{table}\n\n{_NOTE}"

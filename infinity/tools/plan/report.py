@@ -12,17 +12,19 @@ from infinity.sizes import format_nbytes
 from infinity.tools.plan.advice import Advice
 from infinity.tools.plan.idle import idle_by_cause
 
-TRACK_TITLES = {
-    "compute": "compute",
-    "update": "the optimizer's pass on the host",
-    "norms": "norms of gradients",
-    "nvme": "NVMe",
-    "h2d": "host to device",
-    "d2h": "device to host",
-    "gather": "between devices",
-    "sockets": "between hosts of ranks",
-    "network": "between nodes",
+# Of each track its title, and the words for a step that it binds.
+_TRACKS = {
+    "compute": ("compute", "computing binds"),
+    "update": ("the optimizer's pass on the host", "the optimizer's pass on the host binds"),
+    "norms": ("norms of gradients", "the norms of gradients bind"),
+    "nvme": ("NVMe", "the drives bind"),
+    "h2d": ("host to device", "the link to the device binds"),
+    "d2h": ("device to host", "the link from the device binds"),
+    "gather": ("between devices", "the exchange between devices binds"),
+    "sockets": ("between hosts of ranks", "the exchange between hosts binds"),
+    "network": ("between nodes", "the network between nodes binds"),
 }
+TRACK_TITLES = {track: title for track, (title, _) in _TRACKS.items()}
 TIERS = ("device", "host", "nvme", "checkpoint")
 # Below this share of the step no single track explains it: the tracks wait for each other.
 _BINDING_SHARE = 0.85
@@ -40,14 +42,10 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
             "num_params": forecast.model.num_params,
             "active_params": forecast.model.active_params,
             "units": len(forecast.model.units),
-            "trained_params": forecast.model.num_params
-            if frozen is None
-            else frozen.trained_params,
-            "stored_nbytes": None if frozen is None else frozen.stored.nbytes,
-            "formats": None if frozen is None else frozen.stored.formats,
-            "adapter": frozen.adapter.model_dump(mode="json")
-            if frozen is not None and frozen.adapter is not None
-            else None,
+            "trained_params": frozen.trained_params if frozen else forecast.model.num_params,
+            "stored_nbytes": frozen and frozen.stored.nbytes,
+            "formats": frozen and frozen.stored.formats,
+            "adapter": frozen and frozen.adapter and frozen.adapter.model_dump(mode="json"),
         },
         "hardware": forecast.hardware.model_dump(),
         "batch": asdict(batch) | {"tokens_per_step": batch.tokens_per_step},
@@ -80,16 +78,13 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
     model, batch, step = forecast.model, forecast.batch, forecast.step
     hardware, place, name = forecast.hardware, forecast.update_place, forecast.batch.name
     is_updated = batch.has_backward and not hardware.shares_host_memory
-    rate = _rate(forecast.tokens_per_s)
+    params = f"{count(model.num_params)} parameters"
+    if model.active_params < 0.9 * model.num_params:
+        params += f", {count(model.active_params)} of them at work on a token"
     lines = [
         *sentences(forecast),
         "",
-        f"{model.name}: {count(model.num_params)} parameters"
-        + (
-            f", {count(model.active_params)} of them at work on a token"
-            if model.active_params < 0.9 * model.num_params
-            else ""
-        ),
+        f"{model.name}: {params}",
         *_frozen(forecast),
         f"on {hardware.name}",
         *_ranks(forecast),
@@ -105,9 +100,9 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         *_links(forecast),
         *_idle(forecast),
         "",
-        f"{name:<10}{duration(step.step_s)}, {rate} tokens/s"
-        + (", " if forecast.ranks is None else " of all ranks, ")
-        + f"{flops(forecast.flops_per_s)} of the model",
+        f"{name:<10}{duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s"
+        + (" of all ranks" if forecast.ranks else "")
+        + f", {flops(forecast.flops_per_s)} of the model",
         f"binding   {_binding(forecast)}",
         *([f"updates   on the {place.place}: {place.why}"] if is_updated else []),
         *_helps(advice),
@@ -121,8 +116,7 @@ def _frozen(forecast: Forecast) -> list[str]:
     frozen, nvme = forecast.model.frozen, forecast.hardware.nvme
     if frozen is None or nvme is None:
         return []
-    drives = nvme.drives if forecast.shard_drives is None else forecast.shard_drives
-    where = f"on {drives} of {nvme.drives} drives"
+    where = f"on {_drives(forecast)} of {nvme.drives} drives"
     if nvme.checkpoint_read_gb_per_s is not None:
         where = f"read at {nvme.checkpoint_read_gb_per_s:.3g} GB/s"
     bits = 8 * frozen.stored.nbytes / forecast.model.num_params
@@ -284,17 +278,6 @@ def _endurance(forecast: Forecast) -> list[str]:
     ]
 
 
-_BOUND = {
-    "compute": "computing binds",
-    "update": "the optimizer's pass on the host binds",
-    "norms": "the norms of gradients bind",
-    "nvme": "the drives bind",
-    "h2d": "the link to the device binds",
-    "d2h": "the link from the device binds",
-    "gather": "the exchange between devices binds",
-    "sockets": "the exchange between hosts binds",
-    "network": "the network between nodes binds",
-}
 _WORTH_SAYING = 1.05
 
 
@@ -339,7 +322,7 @@ def sentences(forecast: Forecast) -> list[str]:
     else:
         first = f"No: {_what(forecast)} does not fit {_where(forecast)}: "
         first += "; ".join(found["obstacles"])
-    bound = _BOUND[found["binding"]]
+    bound = _TRACKS[found["binding"]][1]
     if found["binding_share"] < _BINDING_SHARE:
         bound = "nothing binds alone"
     reads = f"; it reads {decimal(found['read_nbytes'])}" if found["read_nbytes"] else ""
@@ -376,26 +359,24 @@ def _rate(per_s: float) -> str:
 
 def count(number: float) -> str:
     """Returns a number of parameters in words."""
-    for size, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return str(int(number))
+    return _scaled(number, " kMBT") or str(int(number))
 
 
 def flops(per_s: float) -> str:
     """Returns floating-point operations per second in words."""
-    for size, unit in ((1e15, "PFLOPS"), (1e12, "TFLOPS"), (1e9, "GFLOPS")):
-        if per_s >= size:
-            return f"{per_s / size:.3g} {unit}"
-    return f"{per_s / 1e6:.3g} MFLOPS"
+    return _scaled(per_s / 1e6, "MGTP", "FLOPS") or f"{per_s / 1e6:.3g} MFLOPS"
 
 
 def decimal(nbytes: float) -> str:
     """Returns bytes in decimal units."""
-    for size, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes:.0f} bytes"
+    return _scaled(nbytes, " kMGTP", "B") or f"{nbytes:.0f} bytes"
+
+
+def _scaled(number: float, prefixes: str, unit: str = "") -> str:
+    """Returns a number with the largest prefix, each of which is 1000 times the one before; "" if
+    it needs none."""
+    power = max((p for p in range(1, len(prefixes)) if number >= 1000**p), default=0)
+    return f"{number / 1000**power:.3g} {prefixes[power]}{unit}" if power else ""
 
 
 def duration(seconds: float) -> str:

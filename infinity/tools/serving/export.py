@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 
 from infinity.bounded import read_json, table_of
-from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter, TensorInfo
 from infinity.errors import ConfigError, UnsupportedError, listed
 from infinity.tools.training.adapter import CONFIG_NAME, PREFIX, ROUTERS, WEIGHTS_NAME
 from infinity.tools.training.merge import Change, factors_of
@@ -107,7 +107,7 @@ class _Factors:
 
 def plan_export(
     adapter: Path, adapted: Any, changes: dict[str, list[Change]], server: Server
-) -> Callable[[Path], None]:
+) -> Callable[[Path], object]:
     """Refuses what a server does not read, and returns the function that writes the rest into a
     directory.
 
@@ -117,7 +117,8 @@ def plan_export(
     Raises UnsupportedError, which names the modules.
     """
     if server == "peft":
-        return lambda out: _copy(adapter, out)
+        files = sorted({file for pattern in _COPIED for file in adapter.glob(pattern)})
+        return lambda out: [shutil.copyfile(file, out / file.name) for file in files]
     loader = LOADERS[server]
     config = table_of(read_json(adapter / CONFIG_NAME), CONFIG_NAME)
     refused: dict[str, list[str]] = {}
@@ -152,11 +153,6 @@ def plan_export(
             "`infinity merge` writes weights that every server loads"
         )
     return write
-
-
-def _copy(adapter: Path, out: Path) -> None:
-    for file in sorted({file for pattern in _COPIED for file in adapter.glob(pattern)}):
-        shutil.copyfile(file, out / file.name)
 
 
 # -- What a server does not read -------------------------------------------------------------------
@@ -227,8 +223,8 @@ def _plan_safetensors(
             other = "gate_up_proj" if last == "down_proj" else "down_proj"
             if f"{parent}.{other}" not in found:
                 refused.setdefault(f"it needs {other!r} with it", []).append(name)
-        tensors[f"{PREFIX}{module}.lora_A.weight"] = factors.a
-        tensors[f"{PREFIX}{module}.lora_B.weight"] = factors.b
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = factors.a.contiguous()
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = factors.b.contiguous()
     has_packed = any(factors.is_packed for factors in found.values())
     config = {
         **saved,
@@ -242,18 +238,7 @@ def _plan_safetensors(
         config |= {"use_rslora": False, "lora_alpha": alpha}
 
     def write(out: Path) -> None:
-        infos = [
-            TensorInfo(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-            for name, tensor in tensors.items()
-        ]
-        writer = SafetensorsWriter(out / WEIGHTS_NAME, infos, metadata={"format": "pt"})
-        try:
-            for name, tensor in tensors.items():
-                writer.write(name, tensor.contiguous())
-            writer.finish()
-            writer.commit()
-        finally:
-            writer.close()
+        save_file(tensors, out / WEIGHTS_NAME, metadata={"format": "pt"})
         (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     return write

@@ -27,6 +27,7 @@ from infinity.errors import ConfigError, corrupt
 from infinity.tools.logprobs import score
 from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
 from infinity.tools.training.base_identity import identify, sha256_of
+from infinity.tools.training.ending import versions
 from infinity.tools.training.merge import adapter_layers, factors_of
 
 Locate = Literal["none", "kinds", "layers", "modules"]
@@ -124,8 +125,8 @@ def make_sheet(
     progress: takes `description`, what is computed, and the passes over the base: `completed` ones,
         and `total`
     """
-    identity = identify(source)
-    layers = _faulty_layers(adapted)
+    identity, layers = identify(source), _faulty_layers(adapted)
+    release = table_of(read_json(adapter / CONFIG_NAME), CONFIG_NAME).get("peft_version")
     groups = _groups(list(layers), locate)
     planned = [
         (group, fault)
@@ -151,7 +152,7 @@ def make_sheet(
     finally:
         close(adapted)
     return Sheet(
-        versions=_versions(adapter),
+        versions=versions() | {"adapter_of_peft": str(release or "before 0.18")},
         digests={
             "adapter": sha256_of(adapter / CONFIG_NAME, adapter / WEIGHTS_NAME),
             "base_table": identity.table_sha256,
@@ -164,14 +165,6 @@ def make_sheet(
         groups=groups,
         faults=faults,
     )
-
-
-def _versions(adapter: Path) -> dict[str, str]:
-    from importlib.metadata import version
-
-    saved = table_of(read_json(adapter / CONFIG_NAME), CONFIG_NAME)
-    used = {name: version(name) for name in ("torch", "transformers", "peft")}
-    return used | {"adapter_of_peft": str(saved.get("peft_version") or "before 0.18")}
 
 
 # -- Which modules, and which faults ---------------------------------------------------------------

@@ -62,7 +62,7 @@ def plan_merge(
     Raises ConfigError for an adapter of another base; UnsupportedError for layers that PEFT merges
     in memory only, and for a change of one of two tied weights.
     """
-    source, _, changes = read_changes(base, adapter, any_base=any_base, refuse_tied=_refuse_tied)
+    source, _, changes = read_changes(base, adapter, any_base=any_base, is_merged=True)
     config = read_config(base)
     plan = DirectoryPlan(source, config if to == "keep" else without_quantisation(config))
     plan.others = tuple(adapter.glob(_TEMPLATE))  # The one that it was trained with.
@@ -78,30 +78,27 @@ def plan_merge(
 
 
 def read_changes(
-    base: Path,
-    adapter: Path,
-    *,
-    any_base: bool,
-    refuse_tied: Callable[[list[list[str]], dict[str, list[Any]]], None],
+    base: Path, adapter: Path, *, any_base: bool, is_merged: bool
 ) -> tuple[WeightSource, Any, dict[str, list[Change]]]:
     """Returns the weights of a base, the model on meta with a saved adapter on it, and what the
-    adapter changes in each tensor of the checkpoint, by the tensor's name.
-
-    refuse_tied: is called with the names of each tied parameter and the layers of the adapter
-
-    Raises as `plan_merge`.
+    adapter changes in each tensor of the checkpoint, by the tensor's name. Raises as `plan_merge`,
+    for a change of one of two tied weights only where it `is_merged` into the base.
     """
     source = weight_source(base)
     config = config_of_directory(base)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = empty_model(config, config.dtype or torch.float32, str(base / "config.json"))
-    tied = _tied_names(model)
+    tied: dict[int, list[str]] = {}  # The names of each parameter.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
     planned = source.plan(model, strict=False)
     options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
     adapted = attach_adapter(model, options, base=source, seed=0)
     layers = adapter_layers(adapted)
-    refuse_tied(tied, layers)
+    for names in tied.values() if is_merged else ():
+        if len(names) > 1:
+            _refuse_tied(names, layers)
     return source, adapted, _changes(adapted, layers, source, planned.groups)
 
 
@@ -162,36 +159,27 @@ def _changes(
     return found
 
 
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Returns the names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
-
-
-def _refuse_tied(tied: list[list[str]], layers: dict[str, list[Any]]) -> None:
-    """Raises UnsupportedError if the adapter changes a weight under one of its names only."""
+def _refuse_tied(names: list[str], layers: dict[str, list[Any]]) -> None:
+    """Raises UnsupportedError if the adapter changes a weight of several names under one of them
+    only."""
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
-    for names in tied:
-        changed = [name for name in names if name in layers]
-        parts = [layer for name in changed for layer in layers.pop(name)]
-        if changed == names and all(isinstance(part, TrainableTokensLayer) for part in parts):
-            layers[names[0]] = parts[:1]  # PEFT ties these as the weights are tied.
-        elif changed:
-            is_replaced = all(isinstance(part, torch.Tensor) for part in parts)
-            raise UnsupportedError(
-                f"{changed[0]} is changed by the adapter and is one weight with "
-                f"{', '.join(name for name in names if name != changed[0])} in the base: merged, "
-                "it would change both. "
-                + (
-                    "Merge it in memory by merge_and_unload, which unties them"
-                    if is_replaced
-                    else "Use the adapter with its base (PEFT), or train it over a base with "
-                    "tie_word_embeddings = false"
-                )
-            )
+    changed = [name for name in names if name in layers]
+    parts = [layer for name in changed for layer in layers.pop(name)]
+    if changed == names and all(isinstance(part, TrainableTokensLayer) for part in parts):
+        layers[names[0]] = parts[:1]  # PEFT ties these as the weights are tied.
+    elif changed:
+        remedy = (
+            "Use the adapter with its base (PEFT), or train it over a base with "
+            "tie_word_embeddings = false"
+        )
+        if all(isinstance(part, torch.Tensor) for part in parts):
+            remedy = "Merge it in memory by merge_and_unload, which unties them"
+        raise UnsupportedError(
+            f"{changed[0]} is changed by the adapter and is one weight with "
+            f"{', '.join(name for name in names if name != changed[0])} in the base: merged, it "
+            f"would change both. {remedy}"
+        )
 
 
 def adapter_layers(adapted: Any) -> dict[str, list[Any]]:

@@ -169,16 +169,13 @@ def save_experts(model: Any, prefix: str, directory: Path) -> None:
             infos.append(TensorInfo(name=name, dtype=facts.dtype, shape=show(empty).shape))
     names = dict.fromkeys(f"{path}.{number}" for path, number, _, _ in chosen)
     metadata = {"format": "pt", _KEY: json.dumps([*names])}
-    writer = SafetensorsWriter(directory / EXPERTS_NAME, infos, metadata=metadata)
-    try:
+    with SafetensorsWriter(directory / EXPERTS_NAME, infos, metadata=metadata) as writer:
         for tile, sources in plan:
             value = engine.read_parameter(tile)
             for name, _, show in sources:
                 writer.write(name, show(value))
         writer.finish()
         writer.commit()
-    finally:
-        writer.close()
 
 
 def experts_nbytes(model: nn.Module) -> int:
