@@ -30,6 +30,38 @@ _CHOICES = ("node", "none")
 _MOST_OF_AVAILABLE = 0.95
 
 
+# -- The kernel's small files, any of which may be absent or forbidden -----------------------------
+
+
+def read_text(path: Path) -> str | None:
+    """The stripped contents; None when they cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def read_int(path: Path) -> int | None:
+    """The number in a file; None when there is none."""
+    text = read_text(path)
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return None
+
+
+def read_field(path: Path, key: str) -> str | None:
+    """The value of a line "key: value"; None when there is no such line."""
+    for line in (read_text(path) or "").splitlines():
+        name, colon, value = line.partition(":")
+        if colon and name.strip() == key:
+            return value.strip()
+    return None
+
+
+# -- Memory ----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """Memory that a process may still take. `limit` names the cgroup that sets it; None: the
@@ -51,23 +83,16 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     the memory of its processes; page cache that the kernel can drop does not count.
     Every cgroup above the process limits the memory, too.
     """
-    meminfo = dict(
-        line.split(":", 1)
-        for line in (root / "proc/meminfo").read_text().splitlines()
-        if ":" in line
-    )
-    available_nbytes = int(meminfo["MemAvailable"].split()[0]) * 1024
+    available = read_field(root / "proc/meminfo", "MemAvailable")
+    assert available is not None, "Linux has it since 3.14"
+    available_nbytes = int(available.split()[0]) * 1024
     limits = [HostMemory(available_nbytes), *_cgroup_limits(root)]
     return min(limits, key=lambda limit: limit.nbytes)
 
 
 def _cgroup_limits(root: Path) -> Iterator[HostMemory]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
     mounted = root / "sys/fs/cgroup"
-    for line in lines:
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, limit, usage, prefix = mounted, "memory.max", "memory.current", ""
@@ -87,12 +112,8 @@ def _cgroup_limits(root: Path) -> Iterator[HostMemory]:
 def _memory_of(limit: Path, usage: Path, prefix: str) -> HostMemory | None:
     """Memory left in one cgroup; None without a limit or if the files are not readable. `prefix`:
     of the names of counters in memory.stat."""
-    try:
-        text = limit.read_text().strip()
-        if not text.isdigit():  # "max"
-            return None
-        limit_nbytes, usage_nbytes = int(text), int(usage.read_text())
-    except (OSError, ValueError):
+    limit_nbytes, usage_nbytes = read_int(limit), read_int(usage)
+    if limit_nbytes is None or usage_nbytes is None:  # The limit may be "max".
         return None
     # The kernel frees the page cache that is charged to a cgroup for other memory.
     words = _words(limit.parent / "memory.stat")
@@ -222,8 +243,8 @@ def node_of_device(pci_address: str, root: Path = Path("/")) -> int | None:
     nodes = root / "sys/devices/system/node"
     if len(list(nodes.glob("node[0-9]*"))) < 2 or not pci_address:
         return None
-    found = _words(root / "sys/bus/pci/devices" / pci_address / "numa_node")
-    return int(found[0]) if found and found[0].isdigit() else None  # -1: not known.
+    found = read_int(root / "sys/bus/pci/devices" / pci_address / "numa_node")
+    return None if found == -1 else found  # -1: not known.
 
 
 def read_ranges(text: str | None) -> frozenset[int]:
@@ -237,10 +258,7 @@ def read_ranges(text: str | None) -> frozenset[int]:
 
 
 def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
+    return (read_text(path) or "").split()
 
 
 # -- Binding to NUMA nodes -------------------------------------------------------------------------
@@ -265,12 +283,13 @@ def is_wanted(environment: Mapping[str, str]) -> bool:
 
 def cores_by_node(root: Path = Path("/")) -> dict[int, frozenset[int]]:
     """Returns the cores of each NUMA node of the machine."""
-    found = {}
-    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            text = (folder / "cpulist").read_text()
-            found[int(folder.name.removeprefix("node"))] = read_ranges(text)
-    return found
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    texts = {folder.name: read_text(folder / "cpulist") for folder in folders}
+    return {
+        int(name.removeprefix("node")): read_ranges(text)
+        for name, text in texts.items()
+        if text is not None
+    }
 
 
 def nodes_of_rank(

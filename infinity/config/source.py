@@ -26,7 +26,7 @@ from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
 
 _MAX_YAML_NODES = 100_000
-_FORMATS = (".toml", ".yaml", ".yml", ".json")
+FORMATS = (".toml", ".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ConfigSourc
     name = os.fspath(path)
     file = Path(os.path.abspath(os.path.expanduser(name)))
     suffix = file.suffix.lower()
-    if suffix not in _FORMATS:
+    if suffix not in FORMATS:
         raise ConfigError(
-            f"{name}: expected a file that ends in {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}; "
+            f"{name}: expected a file that ends in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}; "
             f"got {suffix or 'no ending'}{download_remedy(name)}"
         )
     try:

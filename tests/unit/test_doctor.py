@@ -15,10 +15,10 @@ import pytest
 
 from infinity import uring
 from infinity.config import SwapConfig
-from infinity.config.machine import HostMemory, cpu_quota
+from infinity.config.machine import HostMemory, cpu_quota, read_field, read_int
 from infinity.sizes import GIB, KIB, MIB
 from infinity.storage.probe import Refusal
-from infinity.tools.doctor import accelerator, drives, finding, machine, paths
+from infinity.tools.doctor import accelerator, drives, machine, paths
 from infinity.tools.doctor.accelerator import Gpu, Link
 from infinity.tools.doctor.drives import Drive, Health
 from infinity.tools.doctor.finding import Finding, worst
@@ -59,11 +59,11 @@ def test_worst_line_is_the_status_of_all() -> None:
 
 def test_files_that_are_not_there_are_none(root: Path) -> None:
     put(root, number="12\n", words="max\n", fields="Seccomp:\t2\nOther: a:b\n")
-    assert finding.read_int(root / "number") == 12
-    assert finding.read_int(root / "words") is finding.read_int(root / "absent") is None
-    assert finding.read_field(root / "fields", "Seccomp") == "2"
-    assert finding.read_field(root / "fields", "Other") == "a:b"
-    assert finding.read_field(root / "fields", "Absent") is None
+    assert read_int(root / "number") == 12
+    assert read_int(root / "words") is read_int(root / "absent") is None
+    assert read_field(root / "fields", "Seccomp") == "2"
+    assert read_field(root / "fields", "Other") == "a:b"
+    assert read_field(root / "fields", "Absent") is None
 
 
 def huge_pages(mode: str | None, share: float | None, *, is_wanted: bool = True) -> Finding:

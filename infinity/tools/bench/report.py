@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.config.extras import installed
-from infinity.config.machine import host_memory
+from infinity.config.machine import host_memory, read_field, read_text
 from infinity.storage.arena import Arena
 from infinity.tools.bench import fio
 from infinity.tools.bench.measure import (
@@ -33,7 +33,6 @@ from infinity.tools.bench.measure import (
     verdict,
 )
 from infinity.tools.doctor.drives import find_block
-from infinity.tools.doctor.finding import read_field, read_text
 from infinity.tools.doctor.paths import find_mount
 
 FORMAT = 1

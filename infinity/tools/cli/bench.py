@@ -71,8 +71,12 @@ def bench(
             "expected one process, got several ranks that would measure the same drives at once; "
             "run bench/collectives.py of a checkout under torchrun to measure links between ranks"
         )
-    effort = replace(QUICK if quick else Effort(), **_changes(size, rounds))
-    sections = suite.check_sections(_split(only), quick=quick)
+    effort = QUICK if quick else Effort()
+    effort = replace(effort, rounds=rounds or effort.rounds)
+    if size is not None:
+        effort = replace(effort, nbytes=parse_size(size))
+    names = [name.strip() for name in (only or "").split(",") if name.strip()]
+    sections = suite.check_sections(names, quick=quick)
     if plot is not None:
         from infinity.tools.bench import plots
         from infinity.tools.pictures.timeline import find_pyplot
@@ -182,17 +186,6 @@ def print_tables(rows: Sequence[Row]) -> None:
 
     console = Console()
     print_rows(rows, console if console.is_terminal else Console(width=_PIPE_WIDTH))
-
-
-def _split(only: str | None) -> list[str]:
-    return [name.strip() for name in only.split(",") if name.strip()] if only else []
-
-
-def _changes(size: str | None, rounds: int | None) -> dict[str, Any]:
-    changes = {} if rounds is None else {"rounds": rounds}
-    if size is not None:
-        changes["nbytes"] = parse_size(size)
-    return changes
 
 
 def parse_size(text: str) -> int:

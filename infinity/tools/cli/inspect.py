@@ -45,21 +45,20 @@ def inspect(
         directory = inner  # The checkpoints in the output of a run.
     swaps = swap_contents(directory)
     commits = list(filter(list_checkpoints, commit_places(directory)))
-    has_commits = bool(commits)
+    is_swap = bool(swaps or commits)
     if remove:
-        if not swaps and not has_commits:
+        if not is_swap:
             raise ConfigError(f"{directory} is no swap directory, so nothing in it is removed")
         removed = remove_contents(directory, swaps)
         typer.echo(f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}")
         return
-    if not swaps and not has_commits and directory.is_dir() and not any(directory.iterdir()):
+    if not is_swap and directory.is_dir() and not any(directory.iterdir()):
         reply(
             {"swap": None, "ranks": [], "commits": []},
             f"{directory}: empty. There is no checkpoint; of a swap directory nothing else is "
             "to be expected, as a job that ends well leaves nothing in it",
         )
         return
-    is_swap = bool(swaps) or has_commits
     found = [
         inspection
         for place in (commits if is_swap else [directory])
@@ -67,26 +66,20 @@ def inspect(
     ]
     if wants_json():
         rows = [inspection.to_dict() for inspection in found]
-        reply(_tables(directory, swaps, rows) if is_swap else rows)
+        by_path = {swap.path: swap.to_dict() for swap in swaps}
+        own = by_path.pop(str(directory), None)
+        content = {"swap": own, "ranks": [*by_path.values()], "commits": rows}
+        reply(content if is_swap else rows)
     else:
         for swap in swaps:
             _print_swap(swap)
-        if swaps and not has_commits:
+        if swaps and not commits:
             typer.echo("  no committed step")
         for inspection in found:
             _print(inspection)
     has_faults = any(contents.faults for contents in swaps)
     if has_faults or not all(inspection.is_intact for inspection in found):
         raise typer.Exit(1)
-
-
-def _tables(
-    directory: Path, swaps: list[SwapContents], commits: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Returns the content of a swap directory for JSON: its own, that of ranks, committed steps."""
-    own = [swap.to_dict() for swap in swaps if swap.path == str(directory)]
-    ranks = [swap.to_dict() for swap in swaps if swap.path != str(directory)]
-    return {"swap": own[0] if own else None, "ranks": ranks, "commits": commits}
 
 
 def swap_contents(directory: Path) -> list[SwapContents]:
@@ -178,17 +171,13 @@ def _print(found: Inspection) -> None:
             typer.echo(f"  {kind:<12}{format_nbytes(nbytes)}")
     for fault in found.faults:
         print_error(f"  {fault}" if manifest is not None else f"{found.path}: {fault}")
-    if found.is_intact:
-        how = (
-            "every byte verified" if found.is_verified else "names and lengths; --verify reads all"
-        )
-        typer.echo(f"  intact ({how})")
+    if found.is_intact and found.is_verified:
+        typer.echo("  intact (every byte verified)")
+    elif found.is_intact:
+        typer.echo("  intact (names and lengths; --verify reads all)")
 
 
 # -- Clean -----------------------------------------------------------------------------------------
-
-
-_FORMATS = (".toml", ".yaml", ".yml", ".json")
 
 
 def clean(
@@ -208,11 +197,9 @@ def clean(
     committed step, from which a run can be resumed, without --commits. Files of other programs are
     never touched.
     """
-    found = [
-        _clean(directory, commits=commits, dry_run=dry_run) for directory in _directories(places)
-    ]
-    lines = []
-    for left in found:
+    found, lines = [], []
+    for directory in _directories(places):
+        found.append(left := _clean(directory, commits=commits, dry_run=dry_run))
         space = f", {format_nbytes(left['nbytes'])}" if left["nbytes"] else ""
         detail = f"; {left['detail']}" if left["detail"] else ""
         lines.append(f"{left['path']}: {left['state']}{space}{detail}")
@@ -224,18 +211,18 @@ def clean(
 def _directories(places: list[Path]) -> list[Path]:
     """Returns the swap directories of all places, each once. Raises ConfigError for what is neither
     a directory nor a configuration file."""
+    from infinity.config import SwapConfig
+    from infinity.config.source import FORMATS
+
     found: dict[Path, None] = {}
     for place in places:
         if place.is_dir():
             found[place] = None
-        elif place.suffix.lower() in _FORMATS:
-            from infinity.config import SwapConfig
-
+        elif place.suffix.lower() in FORMATS:
             found.update(dict.fromkeys(tier.path for tier in SwapConfig.load(place).tiers.nvme))
         else:
-            formats = ", ".join(_FORMATS)
             raise ConfigError(
-                f"{place}: expected a swap directory, or a configuration file: {formats}"
+                f"{place}: expected a swap directory, or a configuration file: {', '.join(FORMATS)}"
             )
     return list(found)
 

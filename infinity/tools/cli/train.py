@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,8 +13,6 @@ from infinity.errors import ConfigError
 from infinity.tools.cli.options import Quiet, arg, flag, is_silent, opt, reply
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from infinity.config import SwapConfig
 
 _Resume = Annotated[
@@ -87,15 +85,18 @@ def train(
 
     _refuse(loaded, resume_from)
     with outliving_streams():
-        exit_code = _run(
-            loaded,
-            Console(stderr=as_json, quiet=quiet),
-            as_json=as_json,
-            trace=tracing,
-            resume=resume,
-            resume_from=resume_from,
-            accept_changes=accept_changes,
-        )
+        from infinity.tools.training import program
+
+        try:
+            summary, exit_code = program.train(
+                loaded, console=Console(stderr=as_json, quiet=quiet), trace=tracing, resume=resume,
+                resume_from=resume_from, accept_changes=accept_changes,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            typer.echo("stopped; nothing was exported", err=True)
+            raise typer.Exit(130) from None
+        if as_json:
+            typer.echo(json.dumps(summary.to_dict(), indent=2))
     raise typer.Exit(exit_code)
 
 
@@ -110,19 +111,6 @@ def _refuse(config: SwapConfig, resume_from: Path | None) -> None:
         refuse_absent_inputs(job)
     if resume_from is not None:
         find_checkpoint(resume_from)
-
-
-def _run(config: SwapConfig, console: Console, *, as_json: bool, **options: Any) -> int:
-    from infinity.tools.training import program
-
-    try:
-        summary, exit_code = program.train(config, console=console, **options)
-    except KeyboardInterrupt:
-        typer.echo("stopped; nothing was exported", err=True)
-        return 130
-    if as_json:
-        typer.echo(json.dumps(summary.to_dict(), indent=2))
-    return exit_code
 
 
 def replay(

@@ -10,11 +10,11 @@ from pathlib import Path
 import infinity
 from infinity.config import SwapConfig
 from infinity.config.extras import TRIED, installed, release_of
-from infinity.config.machine import pci_address
+from infinity.config.machine import pci_address, read_int, read_text
 from infinity.errors import UnsupportedError
 from infinity.namesake import other_distributions, other_places
 from infinity.sizes import format_nbytes
-from infinity.tools.doctor.finding import Finding, read_int, read_text
+from infinity.tools.doctor.finding import Finding
 
 
 @dataclass(frozen=True, slots=True)

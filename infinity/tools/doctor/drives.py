@@ -15,8 +15,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.config.machine import read_int, read_text
 from infinity.sizes import format_nbytes
-from infinity.tools.doctor.finding import Finding, read_int, read_text
+from infinity.tools.doctor.finding import Finding
 
 _VIRTUAL = ("vd", "xvd")  # virtio and Xen, by the names of their block devices
 

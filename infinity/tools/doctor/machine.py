@@ -10,12 +10,20 @@ from pathlib import Path
 
 from infinity import uring
 from infinity.config import SwapConfig
-from infinity.config.machine import HostMemory, cores_by_node, cpu_quota, host_memory, read_ranges
+from infinity.config.machine import (
+    HostMemory,
+    cores_by_node,
+    cpu_quota,
+    host_memory,
+    read_field,
+    read_ranges,
+    read_text,
+)
 from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, MIB, format_nbytes
 from infinity.storage.arena import Arena, can_share
 from infinity.storage.probe import Refusal, find_uring_refusal, probe_uring
-from infinity.tools.doctor.finding import Finding, read_field, read_text
+from infinity.tools.doctor.finding import Finding
 
 # -- The kernel, and what allows or forbids io_uring -----------------------------------------------
 

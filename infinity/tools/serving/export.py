@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 
 from infinity.bounded import read_json, table_of
+from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter, TensorInfo
 from infinity.errors import ConfigError, UnsupportedError, listed
 from infinity.tools.training.adapter import CONFIG_NAME, PREFIX, ROUTERS, WEIGHTS_NAME
 from infinity.tools.training.merge import Change, factors_of
@@ -223,8 +223,8 @@ def _plan_safetensors(
             other = "gate_up_proj" if last == "down_proj" else "down_proj"
             if f"{parent}.{other}" not in found:
                 refused.setdefault(f"it needs {other!r} with it", []).append(name)
-        tensors[f"{PREFIX}{module}.lora_A.weight"] = factors.a.contiguous()
-        tensors[f"{PREFIX}{module}.lora_B.weight"] = factors.b.contiguous()
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = factors.a
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = factors.b
     has_packed = any(factors.is_packed for factors in found.values())
     config = {
         **saved,
@@ -238,7 +238,15 @@ def _plan_safetensors(
         config |= {"use_rslora": False, "lora_alpha": alpha}
 
     def write(out: Path) -> None:
-        save_file(tensors, out / WEIGHTS_NAME, metadata={"format": "pt"})
+        infos = [
+            TensorInfo(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        ]
+        with SafetensorsWriter(out / WEIGHTS_NAME, infos, metadata={"format": "pt"}) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+            writer.finish()
+            writer.commit()
         (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     return write

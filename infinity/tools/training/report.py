@@ -22,10 +22,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from infinity.checkpoint.durable import replace_file
+from infinity.config.machine import read_field
 from infinity.errors import ConfigError
 from infinity.observe import Tracer, chrome
 from infinity.sizes import GIB, format_nbytes
-from infinity.tools.doctor.finding import read_field
 from infinity.tools.training.metrics import MetricsFile, digest_of_random
 from infinity.tools.training.process import lost_streams
 
