@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
-from infinity.config.deepspeed_keys import RULES, Facts, Rule
+from infinity.config.deepspeed_keys import RULES, Facts, Outcome, Rule
 from infinity.config.problems import InvalidConfigError, Problem
 from infinity.config.source import ConfigSource, read_file
 from infinity.config.values import nearest
@@ -32,26 +32,6 @@ _SECTIONS = {
 _FIRST = ("zero_optimization.stage", "optimizer.type", "scheduler.type")
 _LAST = ("scheduler.params.warmup_max_lr", "zero_optimization.offload_optimizer.ratio")
 
-EntryVerdict = Literal["same", "mapped", "ignored", "refused", "unknown"]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One key of the DeepSpeed file. `settings`: the keys here that it sets, dotted, and their
-    values.
-    """
-
-    key: str
-    value: Any
-    verdict: EntryVerdict
-    reason: str
-    settings: dict[str, Any]
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the file requests something that the translation does not do."""
-        return self.verdict in ("refused", "unknown")
-
 
 @dataclass(frozen=True, slots=True)
 class Translation:
@@ -61,12 +41,12 @@ class Translation:
     not complete; otherwise its keys are in `train`.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Outcome, ...]
     settings: dict[str, Any]
     train: dict[str, Any]
 
     @property
-    def lost(self) -> tuple[Entry, ...]:
+    def lost(self) -> tuple[Outcome, ...]:
         """The entries without an equal here."""
         return tuple(entry for entry in self.entries if entry.is_lost)
 
@@ -137,7 +117,7 @@ def translate(table: Mapping[str, Any]) -> Translation:
     facts = Facts(table)
     entries = tuple(_entry(key, value, facts) for key, value in _leaves(table, ""))
     settings: dict[str, Any] = {}
-    for entry in sorted(entries, key=_rank):
+    for entry in sorted(entries, key=lambda found: (found.key in _LAST) - (found.key in _FIRST)):
         for key, value in entry.settings.items():
             _put(settings, key, value)
     train = settings.get("train", {})
@@ -182,16 +162,17 @@ def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _entry(key: str, value: Any, facts: Facts) -> Entry:
+def _entry(key: str, value: Any, facts: Facts) -> Outcome:
     rule = rule_of(key)
     if rule is not None:
-        outcome = rule.outcome(value, facts)
-        return Entry(key, value, outcome.verdict, outcome.reason, outcome.settings)
-    if key not in _SECTIONS:
-        return Entry(key, value, "unknown", _unknown(key), {})
-    if value is None or value == {}:
-        return Entry(key, value, "ignored", "it is empty", {})
-    return Entry(key, value, "refused", "expected a table", {})
+        found = rule.outcome(value, facts)
+    elif key not in _SECTIONS:
+        found = Outcome("unknown", _unknown(key))
+    elif value is None or value == {}:
+        found = Outcome("ignored", "it is empty")
+    else:
+        found = Outcome("refused", "expected a table")
+    return replace(found, key=key, value=value)
 
 
 def _unknown(key: str) -> str:
@@ -202,10 +183,6 @@ def _unknown(key: str) -> str:
     near = nearest(name, siblings)
     where = f" in {section}" if section else ""
     return f"DeepSpeed has no such key{where}" + (f"; did you mean {near!r}?" if near else "")
-
-
-def _rank(entry: Entry) -> int:
-    return (entry.key in _LAST) - (entry.key in _FIRST)
 
 
 def _put(settings: dict[str, Any], key: str, value: Any) -> None:

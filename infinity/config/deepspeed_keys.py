@@ -15,7 +15,7 @@ from typing import Any, Literal
 from infinity.config.values import show_value
 from infinity.sizes import GIB, KIB, PAGE_NBYTES
 
-Decision = Literal["same", "mapped", "ignored", "refused"]
+Decision = Literal["same", "mapped", "ignored", "refused", "unknown"]
 
 AUTO = "auto"
 # DeepSpeed's own defaults of keys that depend on another one.
@@ -29,11 +29,19 @@ _SCHEDULE_OF_TYPE = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupC
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result for one key. `settings` are keys of a swap-tier file, dotted, and values."""
+    """The result for one key of a DeepSpeed file. `settings`: the keys of a swap-tier file that it
+    sets, dotted, and their values."""
 
     verdict: Decision
     reason: str
     settings: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+    value: Any = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the file requests something that the translation does not do."""
+        return self.verdict in ("refused", "unknown")
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,16 +108,15 @@ def _write(plan: DirectoryPlan, out: Path) -> None:
     from infinity.tools.convert.rewrite import check_target, write_directory
 
     check_target(out, plan.nbytes)
-    before_nbytes = plan.source.nbytes
-    with progress_bar(plan.source.path.name, plan.nbytes, has_bytes=True) as progress:
+    with progress_bar(plan.source.name, plan.nbytes, has_bytes=True) as progress:
         write_directory(plan, out, progress)
     summary = {
         "directory": str(out),
         "shards": list(plan.shards),
         "nbytes": plan.nbytes,
-        "source_nbytes": before_nbytes,
+        "source_nbytes": plan.source_nbytes,
     }
-    sizes = f"{format_nbytes(plan.nbytes)} from {format_nbytes(before_nbytes)}"
+    sizes = f"{format_nbytes(plan.nbytes)} from {format_nbytes(plan.source_nbytes)}"
     count = len(plan.shards)
     reply(summary, f"wrote {out}: {sizes}, {count} shard{'s' * (count > 1)}")
 

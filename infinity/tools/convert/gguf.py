@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ _MERGED_LAST = "up"  # The second half of `gate_up_proj`, as transformers merges
 
 
 class GgufSource:
-    """The files of one model, mapped into memory. Close it."""
+    """The files of one model, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file of a split that is not there, and without the gguf package;
@@ -55,7 +55,6 @@ class GgufSource:
             ) from None
         self.path = path
         self.files = _files_of(path)
-        self.scratch = Path(tempfile.mkdtemp(prefix="infinity-gguf-"))
         # Of each file gguf's own: `data` is mapped, rows of numbers or of bytes of blocks.
         self.tensors: list[dict[str, Any]] = []
         self.architecture = ""
@@ -72,10 +71,6 @@ class GgufSource:
     def nbytes(self) -> int:
         """The bytes of all tensors."""
         return sum(stored.data.nbytes for file in self.tensors for stored in file.values())
-
-    def close(self) -> None:
-        """Removes what was made beside the files."""
-        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -102,18 +97,19 @@ def plan_gguf(path: Path, say: Callable[[str], None]) -> DirectoryPlan:
     GGUF, for a type of blocks without a codec, and for blocks that would have to be changed.
     """
     source = GgufSource(path)
-    try:
-        return _plan(source, say)
-    except BaseException:
-        source.close()
-        raise
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-gguf-"))
+        plan = _plan(source, Path(scratch), say)
+        plan.close = stack.pop_all().close
+        return plan
 
 
-def _plan(source: GgufSource, say: Callable[[str], None]) -> DirectoryPlan:
+def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> DirectoryPlan:
     stored = {name: one for file in source.tensors for name, one in file.items()}
     model, processor = _model_of(source, is_tied="output.weight" not in stored)
     config = {**_config_of(source, model.config), "quantization_config": {"quant_method": "gguf"}}
-    plan = DirectoryPlan(source, config, others=_tokenizer_files(source))
+    others = _tokenizer_files(source, scratch)
+    plan = DirectoryPlan(source.path, source.nbytes, config, others=others)
     targets = _targets(model, processor, stored)
     if _ROPE_FACTORS in stored and _ROPE_FACTORS not in targets and not _beside(source):
         say(
@@ -177,7 +173,7 @@ def _model_of(source: GgufSource, *, is_tied: bool) -> tuple[Any, Any]:
     return model, processor(config=config.to_dict())  # type: ignore[no-untyped-call]
 
 
-def _tokenizer_files(source: GgufSource) -> tuple[Path, ...]:
+def _tokenizer_files(source: GgufSource, scratch: Path) -> tuple[Path, ...]:
     from transformers import AutoTokenizer
 
     directory = source.path.parent
@@ -191,8 +187,8 @@ def _tokenizer_files(source: GgufSource) -> tuple[Path, ...]:
             f"{source.path}: transformers makes no tokenizer of it ({error}); put the files of the "
             "original model's tokenizer beside it"
         ) from None
-    tokenizer.save_pretrained(source.scratch)
-    made = {path.name: path for path in source.scratch.iterdir()}
+    tokenizer.save_pretrained(scratch)
+    made = {path.name: path for path in scratch.iterdir()}
     return tuple(({path.name: path for path in beside} | made).values())
 
 

@@ -17,25 +17,6 @@ _SINGLE = "pytorch_model.bin"
 _INDEX = "pytorch_model.bin.index.json"
 
 
-class PickledSource:
-    """Pickled shards of a directory, mapped into memory; only tensors are unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a directory without pickled weights or with a missing shard,
-        CorruptionError for a shard that cannot be unpickled as tensors."""
-        self.path = path
-        self.shards = {file.name: _tensors_of(file) for file in _files_of(path)}
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(tensor.nbytes for tensors in self.shards.values() for tensor in tensors.values())
-
-    def close(self) -> None:
-        """Closes the mapped files."""
-        self.shards = {}
-
-
 def _files_of(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if (directory / _SINGLE).is_file():
@@ -64,10 +45,16 @@ def _tensors_of(file: Path) -> Mapping[str, torch.Tensor]:
 
 
 def plan_pickled(directory: Path) -> DirectoryPlan:
-    """Plans the same tensors as safetensors, shard by shard. Raises as `PickledSource`."""
-    source = PickledSource(directory)
-    plan = DirectoryPlan(source, read_config(directory))
-    for file, tensors in source.shards.items():
+    """Plans the same tensors as safetensors, shard by shard. The shards are mapped into memory, and
+    only tensors are unpickled.
+
+    Raises ConfigError for a directory without pickled weights or with a missing shard,
+    CorruptionError for a shard that cannot be unpickled as tensors.
+    """
+    shards = {file.name: _tensors_of(file) for file in _files_of(directory)}
+    nbytes = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors.values())
+    plan = DirectoryPlan(directory, nbytes, read_config(directory))
+    for file, tensors in shards.items():
         shard = file.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
         for name, tensor in tensors.items():
             info = TensorInfo(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))

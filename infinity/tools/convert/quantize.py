@@ -117,7 +117,7 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
     """
     refuse_no_directory(directory)
     source, (codec_of, table_of) = weight_source(directory), FORMATS[to]
-    plan = DirectoryPlan(source, without_quantisation(read_config(directory)))
+    plan = DirectoryPlan.of(source, without_quantisation(read_config(directory)))
     kept, num_quantised = [], 0
     for name in source.names():
         shard, module = source.file_of(name).name, name.removesuffix(".weight")

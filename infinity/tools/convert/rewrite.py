@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -55,27 +55,25 @@ class PlannedTensor:
         return sum(info.nbytes for info in self.infos)
 
 
-class Source(Protocol):
-    """What a result is made of: a directory, or one file."""
-
-    path: Path
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all tensors."""
-
-    def close(self) -> None:
-        """Closes its files. Idempotent."""
-
-
 @dataclass(slots=True)
 class DirectoryPlan:
-    """A result: outcomes by shard, and the content of config.json. Nothing is read yet."""
+    """A result: outcomes by shard, and the content of config.json. Nothing is read yet.
 
-    source: Source
+    source, source_nbytes: the directory, or file, that it is made of, and the bytes of its tensors
+    close: closes the files of the source
+    """
+
+    source: Path
+    source_nbytes: int
     config: dict[str, Any]
+    close: Callable[[], None] = lambda: None
     shards: dict[str, list[tuple[str, PlannedTensor]]] = field(default_factory=dict)
     others: tuple[Path, ...] = ()  # Files that replace those of the source's directory.
+
+    @classmethod
+    def of(cls, source: WeightSource, config: dict[str, Any]) -> DirectoryPlan:
+        """Returns a result without tensors, of the weights of a directory."""
+        return cls(source.path, source.nbytes, config, source.close)
 
     def add(self, shard: str, name: str, outcome: PlannedTensor) -> None:
         """Plans a tensor into a file of the result."""
@@ -200,8 +198,8 @@ def write_directory(plan: DirectoryPlan, out: Path, progress: Progress = lambda 
         with reporting("write", out), new_directory(out) as partial:
             for shard, rows in plan.shards.items():
                 _write_shard(partial / shard, rows, progress)
-            if plan.source.path.is_dir():
-                _copy_other_files(plan.source.path, partial)
+            if plan.source.is_dir():
+                _copy_other_files(plan.source, partial)
             for file in plan.others:
                 shutil.copyfile(file, partial / file.name)
                 sync_file(partial / file.name)
@@ -209,7 +207,7 @@ def write_directory(plan: DirectoryPlan, out: Path, progress: Progress = lambda 
             if set(plan.shards) != {SINGLE_NAME}:
                 _write_index(partial, plan)
     finally:
-        plan.source.close()
+        plan.close()
 
 
 def _write_shard(path: Path, rows: Sequence[tuple[str, PlannedTensor]], progress: Progress) -> None:

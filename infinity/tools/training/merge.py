@@ -64,7 +64,7 @@ def plan_merge(
     """
     source, _, changes = read_changes(base, adapter, any_base=any_base, is_merged=True)
     config = read_config(base)
-    plan = DirectoryPlan(source, config if to == "keep" else without_quantisation(config))
+    plan = DirectoryPlan.of(source, config if to == "keep" else without_quantisation(config))
     plan.others = tuple(adapter.glob(_TEMPLATE))  # The one that it was trained with.
     of_tensor: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
         name: [partial(_merged, change=change) for change in some] for name, some in changes.items()
