@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -58,11 +59,7 @@ class InvalidConfigError(ConfigError):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.problems, self.name)
-
-
-def _rebuild(problems: tuple[Problem, ...], name: str) -> InvalidConfigError:
-    return InvalidConfigError(problems, name=name)
+        return partial(InvalidConfigError, name=self.name), (self.problems,)
 
 
 def dotted(place: Iterable[str | int]) -> str:

@@ -65,7 +65,7 @@ class OffloadedRun:
         No weight is loaded before."""
         require_transformers("axolotl with infinity")
         _swap_config(cfg)
-        faults = [f"{key}: {text}" for key, text in _CONFLICTS.items() if _get(cfg, key)]
+        faults = [f"{key}: {text}" for key, text in _CONFLICTS.items() if cfg.get(key)]
         if faults:
             raise ConfigError("an offloaded model cannot be trained so: " + "; ".join(faults))
 
@@ -78,8 +78,8 @@ class OffloadedRun:
         """Prepares the trainer. Raises ConfigError as `prepare_trainer` does."""
         prepare_trainer(
             trainer,
-            layer_major=_get(cfg, "infinity_layer_major"),
-            window=_get(cfg, "infinity_window"),
+            layer_major=cfg.get("infinity_layer_major"),
+            window=cfg.get("infinity_window"),
         )
 
     def post_train_unload(self, cfg: Any) -> None:
@@ -90,18 +90,13 @@ class OffloadedRun:
 
 
 def _swap_config(cfg: Any) -> SwapConfig:
-    swap_config = _get(cfg, "infinity_config")
+    swap_config = cfg.get("infinity_config")
     if swap_config is None:
         raise ConfigError(
             "infinity_config: expected a swap-tier file or its table in axolotl's configuration, "
             "got none; `infinity new` writes one"
         )
     return SwapConfig.load(swap_config if isinstance(swap_config, str) else dict(swap_config))
-
-
-def _get(cfg: Any, key: str) -> Any:
-    """Returns a value of axolotl's configuration, a mapping with attributes; None if not set."""
-    return cfg.get(key)
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,11 @@ def to_document(spans: Sequence[Span], counts: Sequence[Count]) -> dict[str, Any
     shown = laid_out(spans)
     at_ns = [span.start_ns for span in shown] + [count.at_ns for count in counts]
     origin_ns = min(at_ns, default=0)
-    threads = {track: number for number, track in enumerate(_tracks(shown), start=1)}
+    # From top to bottom: tracks of the thread in their order, then those of drives.
+    found = {str(span.track) for span in shown}
+    first = [str(track) for track in _ORDER if track in found]
+    tracks = [*first, *sorted(found - set(first))]
+    threads = {track: number for number, track in enumerate(tracks, start=1)}
     events: list[dict[str, Any]] = []
     for number, span in enumerate(shown):
         if span.transfer is None:
@@ -169,14 +173,7 @@ def _time(event: dict[str, Any], key: str) -> int:
         raise MalformedError(f"the {key!r} of an event is no number")
     if not 0 <= value <= _LAST_US:
         raise MalformedError(f"the {key!r} of an event is {value:.3g}; expected 0 to {_LAST_US:g}")
-    return _ns(value)
-
-
-def _tracks(spans: Iterable[Span]) -> list[str]:
-    """Tracks from top to bottom: those of the thread in their order, then those of drives."""
-    found = {str(span.track) for span in spans}
-    first = [str(track) for track in _ORDER if track in found]
-    return first + sorted(found - set(first))
+    return round(value * 1000)
 
 
 def _names(threads: dict[str, int]) -> list[dict[str, Any]]:
@@ -220,7 +217,3 @@ def _transfer(span: Span, thread: int, origin_ns: int, key: str) -> list[dict[st
 
 def _us(ns: int) -> float:
     return ns / 1000
-
-
-def _ns(us: float) -> int:
-    return round(us * 1000)

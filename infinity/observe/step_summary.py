@@ -109,7 +109,8 @@ def _summarize(step: Span, spans: Sequence[Span], num_stalls: int) -> StepSummar
         )
         for track, intervals in busy.items()
     )
-    transfers = {span.transfer: span for span in _by_end(spans) if span.transfer is not None}
+    ended = sorted(spans, key=lambda span: span.end_ns)
+    transfers = {span.transfer: span for span in ended if span.transfer is not None}
     waits = [s for s in inside if s.track == Track.STALLS and s.end_ns > s.start_ns]
     stalls = [_stall(span, window, length_s, transfers) for span in waits]
     on_thread = [interval for track in THREAD_TRACKS for interval in busy.get(track, [])]
@@ -170,10 +171,6 @@ def _without_wrappers(name: str) -> str:
     return name.replace("base_model.model.", "").replace(".base_layer", "")
 
 
-def _by_end(spans: Iterable[Span]) -> list[Span]:
-    return sorted(spans, key=lambda span: span.end_ns)
-
-
 def _causes(stalls: Iterable[Stall]) -> tuple[Cause, ...]:
     grouped: dict[str, list[Stall]] = {}
     for stall in stalls:
@@ -193,9 +190,8 @@ def _causes(stalls: Iterable[Stall]) -> tuple[Cause, ...]:
 def _bound(busy: dict[str, list[Interval]], length_s: float) -> Bound | None:
     resources: dict[str, list[str]] = {}
     for track in busy:
-        resource = _resource(track)
-        if resource is not None:
-            resources.setdefault(resource, []).append(track)
+        if track != Track.STALLS:  # A stall keeps no resource busy.
+            resources.setdefault(_resource(track)[0], []).append(track)
     if not resources:
         return None
     together_s = {
@@ -205,27 +201,18 @@ def _bound(busy: dict[str, list[Interval]], length_s: float) -> Bound | None:
     busiest = max(together_s, key=lambda resource: together_s[resource])
     track = max(resources[busiest], key=lambda track: total_s(busy[track]))
     return Bound(
-        name=f"{_verb(track)}-bound",
+        name=f"{_resource(track)[1]}-bound",
         resource=busiest,
         track=track,
         share=together_s[busiest] / length_s,
     )
 
 
-def _resource(track: str) -> str | None:
-    """The resource that a track keeps busy. A stall keeps no resource busy."""
-    if track == Track.STALLS:
-        return None
+def _resource(track: str) -> tuple[str, str]:
+    """Returns the resource that a track keeps busy, and the word for a step that it binds."""
     if track in THREAD_TRACKS:
-        return _THREAD
+        return _THREAD, "update" if track == Track.UPDATES else track
     if track in _COPIES:
-        return "copies"
-    return track.partition(" ")[2]  # The path behind "reads" and "writes".
-
-
-def _verb(track: str) -> str:
-    if track in _COPIES:
-        return "copy"
-    first = track.partition(" ")[0]
-    words = {str(Track.READS): "read", str(Track.WRITES): "write", str(Track.UPDATES): "update"}
-    return words.get(first, first)
+        return "copies", "copy"
+    kind, _, path = track.partition(" ")
+    return path, {str(Track.READS): "read", str(Track.WRITES): "write"}.get(kind, kind)
