@@ -8,6 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
+PIPELINE_NAME = "model_index.json"  # In the directory of a pipeline of diffusers.
 # An owner and a name; the hub's rule for both.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -37,10 +38,13 @@ def in_hub_cache(path: Path) -> Path:
     """Returns the snapshot of a model in the hub's local cache, for its repository id (the last two
     parts of the path) or its folder there. Returns any other path as it is.
 
-    The snapshot is that of `refs/main`. A path that exists is never taken for an id.
+    The snapshot is that of `refs/main`. A path that exists is never taken for an id. A pipeline of
+    diffusers means its transformer.
     """
     if (path / "config.json").exists():
         return path
+    if (path / PIPELINE_NAME).exists() and (path / "transformer").is_dir():
+        return path / "transformer"
     folder = path
     if not path.exists() and download_remedy(path):
         folder = _cache() / "--".join(("models", *path.parts[-2:]))
@@ -48,12 +52,12 @@ def in_hub_cache(path: Path) -> Path:
     if not main.is_file():
         return path
     snapshot = folder / "snapshots" / Path(main.read_text().strip()).name
-    return snapshot if snapshot.is_dir() else path
+    return in_hub_cache(snapshot) if snapshot.is_dir() else path
 
 
 def model_name(directory: Path) -> str:
     """Returns the name of a model's directory; of a snapshot, that of its repository."""
-    found = directory.resolve()
+    found = _directory_of_pipeline(directory)
     if found.parent.name == "snapshots":
         return found.parent.parent.name.rpartition("--")[2]
     return found.name
@@ -61,10 +65,16 @@ def model_name(directory: Path) -> str:
 
 def published_name(directory: Path) -> str | None:
     """Returns the repository id of a snapshot in the hub's cache; None of any other directory."""
-    folder = directory.resolve().parent
+    folder = _directory_of_pipeline(directory).parent
     if folder.name != "snapshots" or not folder.parent.name.startswith("models--"):
         return None
     return folder.parent.name.removeprefix("models--").replace("--", "/")
+
+
+def _directory_of_pipeline(directory: Path) -> Path:
+    """Returns the pipeline that a directory is a part of, or else the directory, without links."""
+    found = directory.resolve()
+    return found.parent if (found.parent / PIPELINE_NAME).is_file() else found
 
 
 def _cache() -> Path:

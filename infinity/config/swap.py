@@ -254,6 +254,12 @@ class SwapConfig(Section):
             for key in ("early_stopping_patience", "keep_best")
             if getattr(train, key) and not train.eval_every
         ]
+        if data and train.diffusion:
+            named = data.model_fields_set & {"packing", "max_bytes", "tokenizer"}
+            faults += [
+                fault(f'expected no data.{key} with method = "diffusion"', "method")
+                for key in sorted(named)
+            ]
         most = data.sequence_length - 1 if data else None
         if most and train.grpo and train.grpo.max_completion_length > most:
             text = f"expected at most {most}: a prompt has to fit data.sequence_length, too"

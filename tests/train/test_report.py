@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from infinity.tools.training.report import Line, Reporter, Summary, line_of, shown, write_summary
-from infinity.tools.training.trainer import Step
+from infinity.tools.training.report import (
+    Line,
+    Reporter,
+    Step,
+    Summary,
+    line_of,
+    shown,
+    write_summary,
+)
 
 BEFORE = {"nvme_read_nbytes": 1e9, "read_wait_s": 5.0}
 AFTER = {

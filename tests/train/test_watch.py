@@ -15,8 +15,7 @@ from infinity.config import SwapConfig
 from infinity.tools.cli.watch import numbers_of, screen
 from infinity.tools.training.ending import next_commands, notify
 from infinity.tools.training.metrics import MetricsReader
-from infinity.tools.training.report import Reporter, Summary, line_of
-from infinity.tools.training.trainer import Step
+from infinity.tools.training.report import Reporter, Step, Summary, line_of
 from tests.support.commands import imported_by, run_command
 
 BEGUN_S = 1.8e9
@@ -100,6 +99,7 @@ def settings(tmp_path: Path, **output: Any) -> SwapConfig:
     return SwapConfig.load({
         "output": {"directory": str(tmp_path / "out"), **output},
         "model": {"path": str(tmp_path / "base")}, "adapter": {}, "checkpoint": {},
+        "train": {"steps": 1, "batch_size": 1},
     })  # fmt: skip
 
 

@@ -31,15 +31,14 @@ from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
 )
-from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, SINGLE_NAME
+from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, OF_DIFFUSERS, SINGLE_NAME
 from infinity.checkpoint.reader import CheckpointSource, Kind, StateInfo
 from infinity.errors import ConfigError, InfinityError, reporting
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import GIB
 
-_PARTIAL_INDEX_NAME = f".{INDEX_NAME}.partial"
-_SHARD_PATTERN = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_SHARD_PATTERN = re.compile(rf"({OF_DIFFUSERS})?model(-\d{{5}}-of-\d{{5}})?\.safetensors")
 
 Read = Callable[[str], torch.Tensor]
 
@@ -53,7 +52,8 @@ def export_safetensors(
     read: Read | None = None,
     master: bool = False,
 ) -> list[Path]:
-    """Writes a directory for `AutoModel...from_pretrained(directory)`; returns the weight files.
+    """Writes a directory for `AutoModel...from_pretrained(directory)`, or for that of a class of
+    diffusers; returns the weight files.
 
     The directory gets the weights (tied weights once), persistent buffers, config.json and
     generation_config.json if the model has them, and the files of the tokenizer if one is given.
@@ -95,14 +95,14 @@ def export_safetensors(
             shutil.rmtree(texts, ignore_errors=True)
             texts.mkdir()
             _write_texts(model, texts, tokenizer, master=master)
-            if SINGLE_NAME not in plan.shards:
-                _write_index(directory / _PARTIAL_INDEX_NAME, plan)
+            if len(plan.shards) > 1:
+                _write_index(directory / plan.partial_index_name, plan)
             replace_files(texts, directory, last="config.json")
             _commit(directory, plan, writers)
     finally:
         shutil.rmtree(texts, ignore_errors=True)
         with contextlib.suppress(OSError):
-            (directory / _PARTIAL_INDEX_NAME).unlink()
+            (directory / plan.partial_index_name).unlink()
         for writer in writers.values():
             writer.close()
     return [directory / shard for shard in plan.shards]
@@ -169,6 +169,12 @@ class ExportPlan:
     shards: dict[str, list[TensorInfo]]
     shard_of: dict[str, str]
     num_parameters: int
+    prefix: str  # Of the names of the files.
+
+    @property
+    def partial_index_name(self) -> str:
+        """The name of the index until all files are complete."""
+        return f".{self.prefix}{INDEX_NAME}.partial"
 
     @property
     def nbytes(self) -> int:
@@ -200,8 +206,10 @@ def plan_export(model: nn.Module, *, max_shard_nbytes: int, master: bool = False
         for group in groups
         for name, (shape, dtype) in planned_targets(group, saved, model).items()
     ]
-    shards = _assign_shards(infos, max_shard_nbytes)
+    prefix = OF_DIFFUSERS if hasattr(model, "save_config") else ""
+    shards = _assign_shards(infos, max_shard_nbytes, prefix)
     return ExportPlan(
+        prefix=prefix,
         groups=groups,
         shards=shards,
         shard_of={info.name: shard for shard, infos in shards.items() for info in infos},
@@ -236,7 +244,9 @@ def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return iter(tensors.items())
 
 
-def _assign_shards(infos: list[TensorInfo], max_shard_nbytes: int) -> dict[str, list[TensorInfo]]:
+def _assign_shards(
+    infos: list[TensorInfo], max_shard_nbytes: int, prefix: str
+) -> dict[str, list[TensorInfo]]:
     """Fills shards in order: sizes 3, 3, 5 at a maximum of 6 become [3, 3], [5]."""
     filled: list[list[TensorInfo]] = [[]]
     shard_nbytes = 0
@@ -247,10 +257,10 @@ def _assign_shards(infos: list[TensorInfo], max_shard_nbytes: int) -> dict[str, 
         filled[-1].append(info)
         shard_nbytes += info.nbytes
     if len(filled) == 1:
-        return {SINGLE_NAME: filled[0]}
+        return {f"{prefix}{SINGLE_NAME}": filled[0]}
     count = len(filled)
     return {
-        f"model-{index:05d}-of-{count:05d}.safetensors": shard
+        f"{prefix}model-{index:05d}-of-{count:05d}.safetensors": shard
         for index, shard in enumerate(filled, start=1)
     }
 
@@ -311,7 +321,8 @@ def _fetcher(model: nn.Module, read: Read) -> Read:
 
 
 def _write_texts(model: Any, directory: Path, tokenizer: Any, *, master: bool) -> None:
-    """Writes config.json, generation_config.json and the tokenizer with transformers."""
+    """Writes config.json, generation_config.json and the tokenizer with transformers or
+    diffusers."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)  # The configuration of the model must not change.
@@ -322,6 +333,8 @@ def _write_texts(model: Any, directory: Path, tokenizer: Any, *, master: bool) -
             config.dtype = str(dtype).removeprefix("torch.")
         config.architectures = [type(model).__name__]
         config.save_pretrained(directory)
+    elif hasattr(model, "save_config"):
+        model.save_config(directory)
     if hasattr(model, "can_generate") and model.can_generate():
         model.generation_config.save_pretrained(directory)
     if tokenizer is not None:
@@ -342,15 +355,14 @@ def _write_index(path: Path, plan: ExportPlan) -> None:
 
 def _commit(directory: Path, plan: ExportPlan, writers: Mapping[str, SafetensorsWriter]) -> None:
     """Renames the synced partial files in an order in which a crash cannot mix two exports."""
-    index = directory / INDEX_NAME
+    index = directory / f"{plan.prefix}{INDEX_NAME}"
     index.unlink(missing_ok=True)
     for entry in list(directory.iterdir()):
-        is_weights = entry.name == SINGLE_NAME or _SHARD_PATTERN.fullmatch(entry.name)
-        if is_weights and entry.name not in plan.shards:
+        if _SHARD_PATTERN.fullmatch(entry.name) and entry.name not in plan.shards:
             entry.unlink()
     sync_directory(directory)
     for writer in writers.values():
         writer.commit()
-    if SINGLE_NAME not in plan.shards:
-        os.replace(directory / _PARTIAL_INDEX_NAME, index)
+    if len(plan.shards) > 1:
+        os.replace(directory / plan.partial_index_name, index)
     sync_directory(directory)

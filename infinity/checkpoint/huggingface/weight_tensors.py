@@ -36,6 +36,7 @@ _log = logging.getLogger("infinity")
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+OF_DIFFUSERS = "diffusion_pytorch_"  # Before both names, in a directory of diffusers.
 
 
 class WeightTensors:
@@ -197,9 +198,10 @@ def find_files(path: Path) -> dict[Path, list[str]]:
         return {path: []}
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; expected a local Hugging Face checkpoint")
-    index = path / INDEX_NAME
-    if (path / SINGLE_NAME).is_file():
-        files: dict[Path, list[str]] = {path / SINGLE_NAME: []}
+    prefix = OF_DIFFUSERS if any(path.glob(f"{OF_DIFFUSERS}{SINGLE_NAME}*")) else ""
+    single, index = path / f"{prefix}{SINGLE_NAME}", path / f"{prefix}{INDEX_NAME}"
+    if single.is_file():
+        files: dict[Path, list[str]] = {single: []}
     elif index.is_file():
         files = {}
         for name, file_name in read_weight_map(index).items():
@@ -212,7 +214,7 @@ def find_files(path: Path) -> dict[Path, list[str]]:
             errno.ENOENT,
             operation="open",
             path=str(path / missing[0]),
-            detail=f"{INDEX_NAME} names {len(files)} shards, and {len(missing)} of them are not "
+            detail=f"{index.name} names {len(files)} shards, and {len(missing)} of them are not "
             f"there: {listed(missing)}{_interrupted(path)}; complete the directory by the same "
             "command that began it, or copy these again",
         )

@@ -27,7 +27,8 @@ from infinity.sizes import GIB
 Nonfinite = Literal["error", "skip"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Durability = Literal["none", "checkpoint", "step"]
-Method = Literal["sft", "dpo", "distill", "grpo", "rloo"]
+Method = Literal["sft", "dpo", "distill", "grpo", "rloo", "diffusion"]
+Weighting = Literal["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 _Tracker = Annotated[Tracker, choice(Tracker)]
 
@@ -109,6 +110,29 @@ class Grpo(Section):
         return self
 
 
+class Diffusion(Section):
+    """What "diffusion" shows the transformer of a pipeline of diffusers."""
+
+    resolution: Annotated[int, integer(8)]
+    """Pixels of a side of the images, which are resized and cut to squares."""
+    weighting: Annotated[Weighting, choice(Weighting)] = "none"
+    """Which noise levels are drawn ("logit_normal", "mode"; others uniformly) and how the loss of
+    each counts ("sigma_sqrt", "cosmap"; others alike): `weighting_scheme` of the scripts of
+    diffusers."""
+    logit_mean: Annotated[float, number()] = 0.0
+    """Of "logit_normal"."""
+    logit_std: Annotated[float, number(above=0)] = 1.0
+    """Of "logit_normal"."""
+    mode_scale: Annotated[float, number()] = 1.29
+    """Of "mode"."""
+    guidance: Annotated[float, number(minimum=0)] = 3.5
+    """What a guidance-distilled transformer, such as FLUX.1-dev, takes as its guidance."""
+    cache: Location | None = Field(
+        None, json_schema_extra={"x-default": "`encoded` inside output.directory"}
+    )
+    """Directory of latents and prompt embeddings, which runs may share."""
+
+
 class Train(Section):
     """The main job: `infinity train`. A trainer of TRL makes the steps."""
 
@@ -116,7 +140,7 @@ class Train(Section):
     """ "sft" learns texts, answers and completions; "dpo" learns to prefer `chosen` to `rejected`,
     against the model before training; "distill" learns the teacher of [train.distill] on what the
     first learns; "grpo" and "rloo" learn from rewards for what the model generates
-    ([train.grpo])."""
+    ([train.grpo]); "diffusion" learns images with captions ([train.diffusion])."""
     steps: Annotated[int | None, or_off(integer(1))] = None
     """Optimizer steps. Exactly one of steps and epochs is required."""
     epochs: Annotated[float | None, or_off(number(above=0))] = None
@@ -156,6 +180,8 @@ class Train(Section):
     """The teacher of "distill"."""
     grpo: Grpo | None = None
     """Generation and rewards of "grpo" and "rloo"."""
+    diffusion: Diffusion | None = None
+    """Images and noise of "diffusion"."""
     activation_checkpointing: Flag = False
     """Recompute activations in the backward."""
     nonfinite: Annotated[Nonfinite, choice(Nonfinite)] = "error"
@@ -182,6 +208,14 @@ class Train(Section):
     def _one_teacher(self) -> Train:
         if (self.method == "distill") != (self.distill is not None):
             raise conflict('expected [train.distill] with method = "distill", and with no other')
+        return self
+
+    @model_validator(mode="after")
+    def _shown(self) -> Train:
+        if (self.method == "diffusion") != (self.diffusion is not None):
+            raise conflict('expected [train.diffusion] with method = "diffusion", and no other')
+        if self.diffusion is not None and self.sample is not None:
+            raise conflict('sample: expected none with method = "diffusion", which writes no text')
         return self
 
     @model_validator(mode="after")

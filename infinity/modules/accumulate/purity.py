@@ -21,7 +21,8 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
 # Classes of these modules have no code that a forward runs.
 _GROUND = frozenset({"builtins", "abc", "typing", "collections", "enum"})
-_NOT_OWN = _TRUSTED | _GROUND | frozenset(sys.stdlib_module_names - {"__main__"}) | {"numpy", ""}
+_BESIDE = {"numpy", "tqdm", ""}  # No loss depends on a progress bar.
+_NOT_OWN = _TRUSTED | _GROUND | _BESIDE | (sys.stdlib_module_names - {"__main__"})
 _INSTEAD = "accumulate micro-batches by several backward() calls instead"
 # Of tensors that got a hook, or keep their gradient, while micro-batches take turns.
 hooked_nodes: set[Node] = set()

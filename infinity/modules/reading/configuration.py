@@ -85,8 +85,12 @@ def config_of_directory(path: Path, *, trusts_code: bool = False) -> Any:
     Raises ConfigError for a file that transformers cannot use, for an architecture that it does not
     have, and for a size that its class does not read.
     """
-    refuse_absent_model(path)
-    file = path / "config.json"
+    file, denoiser = path / "config.json", table_of_denoiser(path)
+    if denoiser is not None:
+        raise ConfigError(
+            f"model.path: {path} is a {denoiser[CLASS_NAME]} of diffusers, which generates no "
+            'text; expected a language model, or train.method = "diffusion", which trains it'
+        )
     table = table_of_file(file)
     check_numbers(table, f"model.path: {file}: ")
     kind = str(table.get("model_type"))
@@ -169,6 +173,49 @@ def _model_types() -> list[str]:
 
 def _nearest(word: str, known: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
+
+
+# -- A transformer of diffusers --------------------------------------------------------------------
+
+
+CLASS_NAME = "_class_name"  # The key of config.json in which diffusers names the class.
+
+
+def table_of_denoiser(path: Path) -> dict[str, Any] | None:
+    """Returns config.json of a model of diffusers; None of any other directory. Raises
+    ConfigError."""
+    refuse_absent_model(path)
+    table = table_of_file(path / "config.json")
+    return {**table, "_name_or_path": str(path)} if CLASS_NAME in table else None
+
+
+def empty_denoiser(table: dict[str, Any], dtype: torch.dtype, where: str) -> Any:
+    """Returns the model of diffusers on meta, with real buffers, in the dtypes of
+    `from_pretrained(torch_dtype=dtype)`. Raises ConfigError for a class that diffusers lacks, or
+    cannot build."""
+    import diffusers
+
+    kind = getattr(diffusers, table[CLASS_NAME], None)
+    if kind is None:
+        raise ConfigError(
+            f"model: diffusers {diffusers.__version__} has no {table[CLASS_NAME]!r} of {where}; "
+            "expected a newer diffusers"
+        )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with init_empty_weights():
+            model = kind.from_config(table)
+    except Exception as error:  # Sizes that do not go together make a constructor raise anything.
+        raise ConfigError(f"model: {where} gives no {table[CLASS_NAME]}: {error}") from error
+    finally:
+        torch.set_default_dtype(before)
+    vars(model)["name_or_path"] = table.get("_name_or_path")  # PEFT writes it.
+    wide = {*(kind._keep_in_fp32_modules or ())}
+    for name, parameter in model.named_parameters():
+        if wide & {*name.split(".")}:
+            parameter.data = parameter.data.to(torch.float32)
+    return model
 
 
 # -- The model of a configuration -----------------------------------------------------------------

@@ -79,6 +79,7 @@ def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
         )
     with ExitStack() as stack:
         plan, tokenizer, _ = read_model(config)
+        assert tokenizer is not None
         refuse_other(tokenizer, directory, str(path))
         data = open_data(config, tokenizer, stack, vocab_size=plan.vocab_size)
         trainer = make_trainer(config, build_model(plan, config), data, tokenizer, JobRank())

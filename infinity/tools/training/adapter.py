@@ -61,6 +61,9 @@ _RELEASE_OF_EXPERTS = (0, 19)  # Of PEFT, since which packed experts are stored 
 ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
 
 
+# Attention and feed-forward modules of transformers of diffusers.
+_OF_DENOISER = re.compile(r"attn\d?|ff|ff_context|ffn|(img|txt|proj)_mlp")
+
 # The base of each adapter that this module has attached, for `save_adapter`.
 _BASES: WeakKeyDictionary[nn.Module, BaseIdentity] = WeakKeyDictionary()
 
@@ -195,7 +198,8 @@ def refuse_tokens_of_head(adapted: Any) -> None:
     the loss from the head's own weight, past them."""
     from peft.utils.other import TrainableTokensWrapper
 
-    head = adapted.get_base_model().get_output_embeddings()
+    base = adapted.get_base_model()
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if isinstance(head, TrainableTokensWrapper):
         raise ConfigError(
             "adapter.resume: the adapter has trainable tokens of an embedding that is tied to the "
@@ -236,6 +240,7 @@ def save_adapter(
                 save_embedding_layers=False,
                 selected_adapters=[adapter],  # TRL adds a second one, the reference of "dpo".
             )
+            _save_for_diffusers(model, values, partial)
             for file in (partial / adapter).glob("*"):  # Where PEFT puts any but "default".
                 file.rename(partial / file.name)
             if adapter != "default":
@@ -255,6 +260,23 @@ def save_adapter(
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _save_for_diffusers(model: Any, values: dict[str, torch.Tensor], directory: Path) -> None:
+    """Writes an adapter of a transformer of diffusers also as `load_lora_weights` of a pipeline
+    reads it. Returns at once for any other model."""
+    base = model.get_base_model()
+    if not hasattr(base, "save_config"):
+        return
+    import peft
+    from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
+
+    found = peft.get_peft_model_state_dict(model, state_dict=values)
+    FluxLoraLoaderMixin.save_lora_weights(  # The mixins of other pipelines write the same.
+        directory,
+        transformer_lora_layers={name.removeprefix(PREFIX): found[name] for name in found},
+        transformer_lora_adapter_metadata=model.peft_config["default"].to_dict(),
+    )
+
+
 def auto_targets(model: Any) -> list[str]:
     """Returns the shortest endings of names that mean the linear layers of attention, of dense MLPs
     and of shared experts, and no other linear layer.
@@ -270,15 +292,18 @@ def auto_targets(model: Any) -> list[str]:
         for name in linear
         if model.get_submodule(name) is not head and _is_auto_target(name, model)
     ]
-    others = [name for name in linear if name not in set(wanted)]
+    names = {name for name, _ in model.named_modules()}.difference(wanted)
+    of_others = {ending for name in names for ending in _endings(name)}
     endings: dict[str, None] = {}
     for name in wanted:
-        parts = name.split(".")
-        options = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        endings[
-            next(option for option in options if not any(_ends(other, option) for other in others))
-        ] = None
+        endings[next(ending for ending in _endings(name) if ending not in of_others)] = None
     return sorted(ending for ending in endings if not _means_experts(model, ending))
+
+
+def _endings(name: str) -> Iterator[str]:
+    """Yields the last part of a name, its last two parts, and so on."""
+    parts = name.split(".")
+    return (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
 
 
 def _means_experts(model: nn.Module, ending: str) -> bool:
@@ -320,7 +345,7 @@ def _new_config(model: nn.Module, options: AdapterConfig) -> Any:
     alpha, beside = options.alpha, [re.escape(name) for name in towers(model)]
     has_factors = bool(options.targets) or options.experts  # Else experts alone are trained.
     return peft.LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if hasattr(model, "get_output_embeddings") else None,
         r=options.rank,
         lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]
         lora_dropout=options.dropout,
@@ -545,6 +570,8 @@ def _linear_names(model: nn.Module) -> Iterator[str]:
 
 def _is_auto_target(name: str, model: nn.Module) -> bool:
     parts = name.split(".")
+    if hasattr(model, "save_config"):  # Of diffusers: not what modulates, embeds or projects.
+        return any(_OF_DENOISER.fullmatch(part) for part in parts)
     is_routed = any("experts" in one and other.isdigit() for one, other in pairwise(parts))
     # The matrices of a state-space mixer are read by its kernel, past their modules.
     is_mixer = any("mamba" in part or "ssm" in part for part in parts)

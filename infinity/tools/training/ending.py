@@ -16,7 +16,7 @@ from infinity.tools.training.report import Reporter, Summary, clock_of
 Event = Literal["end", "failure", "plateau"]
 
 _PATIENCE_S = 30  # For a command of the user's.
-_PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft")
+_PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft", "diffusers")
 
 
 def next_commands(config: JobConfig, summary: Summary) -> list[str]:
@@ -27,9 +27,13 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
         file = config.source.name if config.source.kind == "file" else "CONFIG"
         found.append((f"infinity train {quote(file)} --resume", "go on"))
     if summary.export_directory:
-        found.append((f"infinity chat {output}", "talk to it"))
-        found.append((f'infinity generate {output} "..."', "let it continue a text"))
-        if config.adapter is not None:
+        if config.train.diffusion is not None:
+            call = "load_lora_weights" if config.adapter else "transformer.from_pretrained"
+            found.append((f"pipeline.{call}({str(config.output.directory)!r})", "in diffusers"))
+        else:
+            found.append((f"infinity chat {output}", "talk to it"))
+            found.append((f'infinity generate {output} "..."', "let it continue a text"))
+        if config.adapter is not None and config.train.diffusion is None:
             base = quote(str(config.model.path))
             found.append((f"infinity merge {base} {output} -o merged", "base and adapter as one"))
     if summary.checkpoint is not None:
@@ -47,13 +51,13 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
     refuses a path."""
     from huggingface_hub import ModelCardData
 
-    path, adapter = config.model.path, config.adapter
+    path, adapter, shown = config.model.path, config.adapter, config.train.diffusion
     name = None if path is None else published_name(path)
     tags = ["infinity", kind, *([] if adapter is None else [adapter.method])]
     data = ModelCardData(
         base_model=name,
-        library_name="transformers" if adapter is None else "peft",
-        pipeline_tag="text-generation",
+        library_name="diffusers" if shown else "transformers" if adapter is None else "peft",
+        pipeline_tag="text-to-image" if shown else "text-generation",
         tags=tags,
     )
     base = name or ("random weights" if path is None else model_name(path))
@@ -68,8 +72,12 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
         "base": base,
         "trained": how,
         "data": f"{files}; {numbers['num_tokens']:,.0f} tokens",
-        "steps": f"{summary.resumed_at + numbers['steps_done']:,} of {batch} sequences of at most "
-        f"{config.data.sequence_length} tokens",
+        "steps": f"{summary.resumed_at + numbers['steps_done']:,} of {batch} "
+        + (
+            f"images of {shown.resolution} x {shown.resolution} pixels"
+            if shown
+            else f"sequences of at most {config.data.sequence_length} tokens"
+        ),
         "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}, "
         f"schedule {train.schedule}",
         "loss": "{loss_first:.3f} to {loss_last_mean:.3f}".format_map(numbers)

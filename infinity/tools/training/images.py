@@ -87,7 +87,7 @@ def place_images(record: dict[str, Any], columns: Any, folder: Path, at: str) ->
             f'many parts {{"type": "image"}}, or {_TAG} in the texts, as images'
         )
     return [
-        _located(part.pop("image") if "image" in part else waiting.pop(0), folder, f"{at}: images")
+        located(part.pop("image") if "image" in part else waiting.pop(0), folder, f"{at}: images")
         for part in parts
     ]
 
@@ -107,7 +107,9 @@ def _split(text: str, *, has_tags: bool) -> Iterator[Message]:
             yield {"type": "text", "text": later}
 
 
-def _located(value: Any, folder: Path, at: str) -> Image:
+def located(value: Any, folder: Path, at: str) -> Image:
+    """Returns an image of a record: a path from `folder`, bytes, or a table of one of both. Raises
+    ConfigError."""
     if isinstance(value, dict):  # Of Parquet, or OpenAI's `image_url`.
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
     if isinstance(value, str) and value.startswith("data:"):
@@ -286,7 +288,7 @@ def _read(
     }
     lists = {name: record[name] for name in _MESSAGES if name in record}
     Writer(collate.processor, template, renew).checked(list(chain(*lists.values())), {}, at)
-    images = [_decoded(image, at) for image in record["images"]]
+    images = [decoded(image, at) for image in record["images"]]
     renew(sum(3 * image.width * image.height for image in images))
     try:
         made = collate([lists | {"images": images}])
@@ -312,7 +314,8 @@ def _read(
     }]  # fmt: skip
 
 
-def _decoded(image: Image, at: str) -> Any:
+def decoded(image: Image, at: str) -> Any:
+    """Returns an image as PIL has it. Raises ConfigError."""
     import datasets
 
     try:

@@ -22,8 +22,10 @@ from infinity.modules.reading.configuration import model_for_text
 from infinity.modules.tiling.layers import Tiled
 from infinity.tools.training.adapter import adapter_nbytes, name_of
 from infinity.tools.training.base_identity import identify
+from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.ending import versions
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
+from infinity.tools.training.latents import cache_of, measure_images
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
@@ -38,7 +40,7 @@ class Job:
     """The result of the preparation, which has not touched a tier."""
 
     plan: ModelPlan
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None for images.
     data: JobData
     num_tokens: int
     tokens_sha256: str
@@ -91,7 +93,8 @@ def prepare(
         _prepare(config, stack, resume, rank, model, *read, sampler=sampler, started_s=started_s)
         for config, resume in zip(configs, resumed, strict=True)
     ]
-    if config.model.path is not None and jobs[0].data.processor is None:
+    has_text = jobs[0].tokenizer is not None and jobs[0].data.processor is None
+    if config.model.path is not None and has_text:
         where, trusts_code = str(config.model.path / "config.json"), config.model.trust_remote_code
         model_for_text(read[0].hf_config, where, trusts_code=trusts_code)
     return jobs
@@ -104,13 +107,12 @@ def _prepare(
     rank: JobRank,
     model: Any,
     plan: ModelPlan,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     prompt_ids: list[int],
     *,
     sampler: ServerSampler | None,
     started_s: float,
 ) -> Job:
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     output = None
     if rank.is_first:
         output = OutputDirectory(config, resumed=resume.path if resume is not None else None)
@@ -128,7 +130,7 @@ def _prepare(
         config,
         tokenizer,
         stack,
-        vocab_size=plan.vocab_size,
+        vocab_size=plan.vocab_size if tokenizer is not None else 0,
         directory=output.path if output is not None else None,
     )
     if data.processor is not None:
@@ -140,12 +142,15 @@ def _prepare(
             )
     reference = build_reference(config)
     trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference)
-    if config.train.distill is not None:
+    if config.train.diffusion is not None:
+        trainer.denoising = Denoising(config)
+    if config.train.distill is not None and tokenizer is not None:
         where = output.path if output is not None else None
         teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, reference, where)
         _give_teacher(trainer, config, data, teacher)
     num_tokens, largest, sha256 = _measured(trainer, config, data)
-    refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
+    if tokenizer is not None:
+        refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
     return Job(
         plan=plan,
         tokenizer=tokenizer,
@@ -154,7 +159,7 @@ def _prepare(
         tokens_sha256=sha256,
         trainer=trainer,
         num_steps=trainer.count_steps(),
-        num_parameters=num_parameters,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         model=model,
         reference=reference,
         prompt_ids=prompt_ids,
@@ -169,6 +174,8 @@ def _prepare(
 def _measured(trainer: Any, config: JobConfig, data: JobData) -> tuple[int, int, str]:
     if config.train.grpo is not None:
         return measure_prompts(trainer, config)
+    if config.train.diffusion is not None:
+        return measure_images(trainer.train_dataset, cache_of(config))
     return measure(trainer.train_dataset, data.files, config.data.sequence_length)
 
 
@@ -201,8 +208,11 @@ def _check_checkpoint_space(model: Any, config: JobConfig, output: Path) -> None
     )
 
 
-def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer, list[int]]:
+def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer | None, list[int]]:
     """Returns the plan of the model, the tokenizer, and the prompt of `[train.sample]`."""
+    if config.train.diffusion is not None:
+        Denoising(config)  # Raises for a directory that it cannot train.
+        return plan_model(config.model), None, []
     plan, length = plan_model(config.model), config.data.sequence_length
     if plan.max_positions is not None and length > plan.max_positions:
         raise ConfigError(

@@ -26,11 +26,14 @@ from infinity.config import DataSource, JobConfig
 from infinity.errors import ConfigError, StorageError
 from infinity.tools.training.data_files import collect_files, read_utf8
 from infinity.tools.training.images import learned_images, open_processor
+from infinity.tools.training.latents import load_images
 from infinity.tools.training.records import kind_of, load_records, mark_conversations
 from infinity.tools.training.reinforce import load_prompts
 from infinity.tools.training.tokenizers import Ids, Tokenizer
 
 _READ_ROWS = 1000  # At a time.
+# What records have for methods that do not learn text.
+_NEEDS = {"dpo": "chosen and rejected", "grpo": "a prompt", "rloo": "a prompt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class JobData:
 
 def open_data(
     config: JobConfig,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     stack: ExitStack,
     *,
     vocab_size: int,
@@ -59,27 +62,28 @@ def open_data(
     """Reads `[data]`. Token files lie in `directory` until `stack` is closed. Raises ConfigError as
     its parts do."""
     data, train_options, files = config.data, config.train, list[TokenFile]()
-    processors: list[Any] = []
+    processor: Any = None
 
     def read(sources: Sequence[DataSource], max_nbytes: int | None = None) -> tuple[Any, str, Path]:
         """Returns the rows, what they are, and the first file."""
+        if tokenizer is None:
+            return load_images(sources, config), "images", sources[0].location
         texts, records = collect_files(sources)
         if records and max_nbytes is not None:
             raise ConfigError(
                 f"data.max_bytes limits text; {records[0]} holds records. Leave it out, or write "
                 "fewer records to a file"
             )
-        needs = {"dpo": "chosen and rejected", "grpo": "a prompt", "rloo": "a prompt"}
-        if texts and train_options.method in needs:
+        if texts and train_options.method in _NEEDS:
             raise ConfigError(
                 f"data.paths: {texts[0]} is text; train.method = "
-                f'"{train_options.method}" learns records with {needs[train_options.method]}'
+                f'"{train_options.method}" learns records with {_NEEDS[train_options.method]}'
             )
         if records and train_options.grpo is not None:
             return load_prompts(records, tokenizer.for_records()), "prompts", records[0]
         if records:
+            nonlocal processor
             rows, kind, processor = read_records(records, config, tokenizer, vocab_size)
-            processors.append(processor)
             return rows, kind, records[0]
         file = tokenize(
             texts, tokenizer, vocab_size=vocab_size, max_nbytes=max_nbytes, directory=directory
@@ -114,7 +118,8 @@ def open_data(
         )
     if train_options.grpo is None:  # Of prompts, `measure_prompts` knows how many a step learns.
         check_amount(len(train), train_options.batch_size, what, remedy)
-    processor = next(iter(processors), None)
+    if held_out and tokenizer is None:
+        held_out = held_out.add_column("held_out", [True] * len(held_out))
     return JobData(train=train, held_out=held_out or None, files=tuple(files), processor=processor)
 
 

@@ -18,13 +18,16 @@ from infinity.config.schema import changed
 from infinity.config.values import Capacity
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import (
+    CLASS_NAME,
     auto_class,
     check_numbers,
     check_sides,
     config_of_directory,
     config_of_table,
+    empty_denoiser,
     empty_model,
     model_for_text,
+    table_of_denoiser,
     table_of_file,
     towers,
 )
@@ -42,12 +45,18 @@ _C = TypeVar("_C", bound=SwapConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """A transformers configuration and, for a checkpoint, its weights, of which none is read
-    yet."""
+    """A configuration of transformers, or the table of config.json of diffusers, and for a
+    checkpoint its weights, of which none is read yet."""
 
     hf_config: Any
     weights: WeightSource | None
     path: Path | None
+
+    @property
+    def kind(self) -> str:
+        """The model type of transformers, or the class of diffusers."""
+        is_table = isinstance(self.hf_config, dict)
+        return str(self.hf_config[CLASS_NAME] if is_table else self.hf_config.model_type)
 
     @property
     def vocab_size(self) -> int:
@@ -71,6 +80,9 @@ def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
         assert model.config is not None
         return ModelPlan(hf_config=config_of_table(model.config), weights=None, path=None)
     trusts_code = model.trust_remote_code
+    if (table := table_of_denoiser(model.path)) is not None:
+        weights = weight_source(model.path) if reads_weights else None
+        return ModelPlan(hf_config=table, weights=weights, path=model.path)
     hf_config = config_of_directory(model.path, trusts_code=trusts_code)
     # Before weights are looked for.
     auto_class(hf_config, str(model.path / "config.json"), trusts_code=trusts_code)
@@ -96,7 +108,10 @@ def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig
     dtype = getattr(torch, config.precision.compute_dtype)
     where = str(config.model.path / "config.json") if config.model.path else "[model.config]"
     trusts_code = config.model.trust_remote_code
-    model = empty_model(plan.hf_config, dtype, where, trusts_code=trusts_code)
+    if isinstance(plan.hf_config, dict):
+        model = empty_denoiser(plan.hf_config, dtype, where)
+    else:
+        model = empty_model(plan.hf_config, dtype, where, trusts_code=trusts_code)
     for tower in towers(model).values():
         tower.requires_grad_(False)
     if getattr(model, "loss_type", "") is None:
@@ -154,11 +169,13 @@ def take_generation_config(model: Any, directory: Path) -> None:
 
 def checkpoint_activations(model: Any) -> None:
     """Makes the backward repeat the forward of every block. Raises ConfigError for a transformers
-    model that cannot."""
+    or diffusers model that cannot."""
     # transformers 5.23 renamed the method.
     options = {"use_reentrant": False}
     try:
-        if hasattr(model, "activation_checkpointing_enable"):
+        if hasattr(model, "enable_gradient_checkpointing"):  # Of diffusers.
+            model.enable_gradient_checkpointing()
+        elif hasattr(model, "activation_checkpointing_enable"):
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

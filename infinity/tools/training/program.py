@@ -66,6 +66,7 @@ from infinity.tools.training.ranks import job_rank
 from infinity.tools.training.report import (
     Line,
     Reporter,
+    Step,
     Summary,
     Tracing,
     line_of,
@@ -73,7 +74,7 @@ from infinity.tools.training.report import (
     write_summary,
 )
 from infinity.tools.training.settle import choices, lines_of, settle
-from infinity.tools.training.trainer import Step, batch_of, require_trackers
+from infinity.tools.training.trainer import batch_of, require_trackers
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
 _DIGEST_SHARE = 0.01  # Of the time: what digests of the state may take.
@@ -136,7 +137,8 @@ class Products:
         self._write_weights(self._config.output.directory / BEST_NAME)
 
     def _write_weights(self, directory: Path) -> None:
-        tokenizer = self._job.data.processor or self._job.tokenizer.tokenizer
+        job = self._job
+        tokenizer = job.data.processor or (job.tokenizer and job.tokenizer.tokenizer)
         with self._summary.phase("export_s"):
             if self._config.adapter is not None:
                 name = name_of(self._config.adapter)
@@ -148,7 +150,7 @@ class Products:
                     max_shard_nbytes=self._config.output.max_shard_size,
                     tokenizer=tokenizer,
                 )
-        card = model_card(self._config, self._summary, self._job.plan.hf_config.model_type)
+        card = model_card(self._config, self._summary, job.plan.kind)
         try:
             replace_file(directory / "README.md", card)
         except OSError as error:
@@ -169,6 +171,7 @@ class Products:
                 top_k=sample.top_k or 0,
                 should_stop=lambda: interrupt.received is not None,
             )
+        assert self._job.tokenizer is not None
         self._summary.sample = self._job.tokenizer.decode(ids)
         self._reporter.note(f"sample:\n{self._summary.sample}")
 
@@ -288,11 +291,13 @@ class Run:
 
     def _description(self) -> str:
         length, held_out = self._config.data.sequence_length, self._job.data.held_out
-        num_rows = len(self._job.trainer.train_dataset)
+        num_rows, shown = len(self._job.trainer.train_dataset), self._config.train.diffusion
+        what = f"sequences of {length if self._job.data.is_ready else f'at most {length}'}"
+        if shown is not None:
+            what = f"images of {shown.resolution} x {shown.resolution} pixels"
         return (
-            f"{self._job.plan.hf_config.model_type}, {self.summary.num_parameters:,} parameters; "
-            f"{self._job.num_tokens:,} tokens in {num_rows:,} sequences "
-            f"of {length if self._job.data.is_ready else f'at most {length}'}, "
+            f"{self._job.plan.kind}, {self.summary.num_parameters:,} parameters; "
+            f"{self._job.num_tokens:,} tokens in {num_rows:,} {what}, "
             f"{0 if held_out is None else len(held_out):,} held out"
         )
 
@@ -543,10 +548,10 @@ def opened(
                 "several adapters ([[adapter]]) train on one rank; start `infinity train` without "
                 "torchrun, or train one adapter over ranks"
             )
-        if configs[0].train.grpo is not None and rank.count > 1:
+        if configs[0].train.method in ("grpo", "rloo", "diffusion") and rank.count > 1:
             raise UnsupportedError(
                 f'train.method = "{configs[0].train.method}" trains on one rank; start `infinity '
-                "train` without torchrun, or TRL's trainer in a program of your own with it"
+                "train` without torchrun, or a loop in a program of your own with it"
             )
         if not rank.is_first:
             console, trace = Console(quiet=True), None

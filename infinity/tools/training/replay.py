@@ -37,8 +37,7 @@ from infinity.tools.training.metrics import OF_RANKS, RECEIPT, MetricsReader, di
 from infinity.tools.training.output import SUMMARY_NAME, config_of_run, locked, receipts_of_run
 from infinity.tools.training.process import Interrupt
 from infinity.tools.training.program import Run, opened
-from infinity.tools.training.report import Line, finite
-from infinity.tools.training.trainer import Step
+from infinity.tools.training.report import Line, Step, finite
 
 _NAME = ".replay"  # The directory of a replay in that of the run, and in its swap directories.
 _PLACES = ("tiers", "placement", "io", "schedule", "distributed")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -28,9 +29,6 @@ from infinity.observe import Tracer, chrome
 from infinity.sizes import GIB, format_nbytes
 from infinity.tools.training.metrics import MetricsFile, digest_of_random
 from infinity.tools.training.process import lost_streams
-
-if TYPE_CHECKING:
-    from infinity.tools.training.trainer import Step
 
 # Counter of the bytes -> the usual name of the link.
 LINKS = {
@@ -60,6 +58,38 @@ _BAR_WIDTH = 12
 
 Snapshot = Mapping[str, float]
 Line = dict[str, Any]  # Of metrics.jsonl.
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One optimizer step, which the trainer makes and its run reports.
+
+    `number` counts from 1. `loss` is the mean over the step's learned tokens on all ranks, before
+    the update. `learning_rate` is that of the update.
+    """
+
+    number: int = 0
+    loss: float = math.nan
+    grad_norm: float | None = None  # None: no norm was computed.
+    learning_rate: float = 0.0
+    num_tokens: int = 0  # Of this rank, and when the step has ended of all.
+    skipped: str | None = None  # The reason why the weights did not change.
+    epoch: float | None = None  # Passes over the training data after the step.
+    held_out_loss: float | None = None  # Of an evaluation after the step.
+    numbers: dict[str, float] = field(default_factory=dict)  # For trackers.
+    measured: Callable[[], dict[str, float]] = dict  # Means of what TRL has measured in it.
+    # Of the micro-batches of this rank: their losses, the sum of these in float32, and the
+    # arguments of the first loss that is not finite.
+    losses: list[float] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)  # Digests of the batches' rows.
+    gradients: str | None = None  # A digest of the norms of all gradients.
+    total: Any = 0.0
+    spoilt: tuple[Any, Any] | None = None
+    before: Step | None = None  # The step before, whose evaluation may still come.
+
+    def last_ended(self) -> Step:
+        """Returns this step, or the one before while this one is made."""
+        return self if self.number or self.before is None else self.before
 
 
 def line_of(step: Step, before: Snapshot, after: Snapshot, elapsed_s: float) -> Line:

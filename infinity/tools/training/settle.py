@@ -65,7 +65,8 @@ def choices(config: SwapConfig) -> list[AutoValue]:
     found += [AutoValue(f"placement.{kind}", _ADAPTER_TIERS, reason) for kind in kinds]
     if config.adapter is not None and config.adapter.experts_share is not None:
         found.append(_experts_of(config.adapter))
-    if config.data is not None and config.data.tokenizer == "auto":
+    has_text = config.train is None or config.train.diffusion is None
+    if config.data is not None and config.data.tokenizer == "auto" and has_text:
         found.append(tokenizer_of(config.model.path if config.model is not None else None))
     return found
 

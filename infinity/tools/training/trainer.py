@@ -15,7 +15,6 @@ import importlib.util
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -37,8 +36,10 @@ from infinity.optimizers.algorithms import OPTIMIZERS
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.private.torch import tree_leaves
 from infinity.tools.training.adapter import name_of
+from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.divergence import give_head, taught
 from infinity.tools.training.job_data import JobData, check_amount
+from infinity.tools.training.latents import cache_of, collate
 from infinity.tools.training.metrics import digest, digests_of_rows
 from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.reinforce import (
@@ -47,43 +48,12 @@ from infinity.tools.training.reinforce import (
     measuring,
     rewards_of,
 )
+from infinity.tools.training.report import Step
 from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import Tokenizer
 
 MOST_SKIPPED = 16  # Steps in a row; more are no coincidence.
 _STATE_NAME = "trainer_state.json"
-
-
-@dataclass(slots=True, kw_only=True)
-class Step:
-    """One optimizer step, which the trainer makes and its run reports.
-
-    `number` counts from 1. `loss` is the mean over the step's learned tokens on all ranks, before
-    the update. `learning_rate` is that of the update.
-    """
-
-    number: int = 0
-    loss: float = math.nan
-    grad_norm: float | None = None  # None: no norm was computed.
-    learning_rate: float = 0.0
-    num_tokens: int = 0  # Of this rank, and when the step has ended of all.
-    skipped: str | None = None  # The reason why the weights did not change.
-    epoch: float | None = None  # Passes over the training data after the step.
-    held_out_loss: float | None = None  # Of an evaluation after the step.
-    numbers: dict[str, float] = dataclasses.field(default_factory=dict)  # For trackers.
-    measured: Callable[[], dict[str, float]] = dict  # Means of what TRL has measured in it.
-    # Of the micro-batches of this rank: their losses, the sum of these in float32, and the
-    # arguments of the first loss that is not finite.
-    losses: list[float] = dataclasses.field(default_factory=list)
-    rows: list[str] = dataclasses.field(default_factory=list)  # Digests of the batches' rows.
-    gradients: str | None = None  # A digest of the norms of all gradients.
-    total: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
-    spoilt: tuple[Any, Any] | None = None
-    before: Step | None = None  # The step before, whose evaluation may still come.
-
-    def last_ended(self) -> Step:
-        """Returns this step, or the one before while this one is made."""
-        return self if self.number or self.before is None else self.before
 
 
 def parameter_groups(
@@ -138,6 +108,7 @@ def trainer_arguments(config: JobConfig, data: JobData) -> Any:
     Raises ConfigError for a micro-batch that does not divide the batch.
     """
     import trl
+    from transformers import TrainingArguments
 
     train = config.train
     batch_size, accumulation = batch_of(config)
@@ -173,9 +144,12 @@ def trainer_arguments(config: JobConfig, data: JobData) -> Any:
         "dataloader_pin_memory": False,
     }
     most: dict[str, Any] = {"max_length": config.data.sequence_length}
-    if train.grpo is not None:
+    made: Any
+    if train.diffusion is not None:
+        made = TrainingArguments(**options, remove_unused_columns=False, label_names=["moments"])
+    elif train.grpo is not None:
         kind = trl.GRPOConfig if train.method == "grpo" else trl.RLOOConfig
-        made: Any = kind(**options, **arguments_of(train.grpo, config))
+        made = kind(**options, **arguments_of(train.grpo, config))
     elif train.method == "dpo":
         made = trl.DPOConfig(**options, **most, beta=train.dpo_beta)
     else:
@@ -245,7 +219,7 @@ def make_trainer(
     config: JobConfig,
     model: Any,
     data: JobData,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     rank: JobRank,
     *,
     reference: Any = None,
@@ -256,14 +230,17 @@ def make_trainer(
     Raises ConfigError for data that TRL refuses, and for too little of it.
     """
     import trl
-    from transformers import EarlyStoppingCallback, PrinterCallback
+    from transformers import EarlyStoppingCallback, PrinterCallback, Trainer
 
     grpo = config.train.grpo
+    own: dict[str, Any] = {} if grpo is None else {"reward_funcs": rewards_of(grpo)}
     names = {"dpo": "DPOTrainer", "grpo": "GRPOTrainer", "rloo": "RLOOTrainer"}
     base = getattr(trl, names.get(config.train.method, "SFTTrainer"))
+    if tokenizer is None:
+        base = Trainer
+        own["data_collator"] = partial(collate, cache_of(config))
     kind = type(base.__name__, (RunTrainer, base), {"__module__": base.__module__})
-    processing = data.processor or tokenizer.for_records()
-    own: dict[str, Any] = {} if grpo is None else {"reward_funcs": rewards_of(grpo)}
+    processing: Any = data.processor or (tokenizer and tokenizer.for_records())
     if reference is not None and config.train.method == "dpo":
         own["ref_model"] = reference
     if data.is_ready:
@@ -349,6 +326,7 @@ class RunTrainer(OffloadedTrainer):
     accelerator: Any
     job_run: Any  # The `Run` of `program.py`.
     teacher: Teacher | None = None  # Of "distill".
+    denoising: Denoising | None = None  # Of "diffusion".
     _buffered_inputs: Any  # What a step of "grpo" or "rloo" learns: a part for each micro-batch.
     offloaded_optimizer: OffloadedOptimizer
     lr_scheduler: Any
@@ -486,7 +464,11 @@ class RunTrainer(OffloadedTrainer):
         return found
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Returns the loss of TRL; with a teacher, its divergence for the log-probabilities."""
+        """Returns the loss of TRL; with a teacher, its divergence for the log-probabilities; of
+        images that of their velocities."""
+        if self.denoising is not None:
+            loss = self.denoising.loss(model, inputs, self.state.global_step + 1)
+            return (loss, {}) if options.get("return_outputs") else loss
         compute = super().compute_loss
         if self.teacher is None:
             return compute(model, inputs, *args, **options)
@@ -505,6 +487,8 @@ class RunTrainer(OffloadedTrainer):
         parts = ("attention",) if "attention_mask" in inputs else ("prompt", "completion")
         masks = [inputs.get(f"{part}_mask") for part in parts]
         counts = [int(mask.sum()) for mask in masks if mask is not None]
+        if self.denoising is not None:
+            counts = [int(inputs["num_tokens"].sum())]
         now.num_tokens += sum(counts) if counts else inputs["input_ids"].numel()
         now.rows += digests_of_rows(inputs)  # The loss has waited for the device.
         if not math.isfinite(now.losses[-1]) and now.spoilt is None:

@@ -1,0 +1,330 @@
+"""`train.method = "diffusion"`: the transformer of a pipeline of diffusers learns to remove noise.
+
+Flow matching as the training scripts of diffusers compute it: at a noise level sigma the
+transformer sees (1 - sigma) x + sigma noise, and learns noise - x. Levels, weights of the loss,
+packing and positions are diffusers' own functions. What differs between families of pipelines is in
+`FAMILIES`. Written against diffusers 0.42.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint import weight_source
+from infinity.checkpoint.huggingface.weight_tensors import has_weights
+from infinity.config import JobConfig
+from infinity.config.extras import installed
+from infinity.errors import ConfigError
+from infinity.modules.reading.configuration import CLASS_NAME, table_of_file
+from infinity.tools.training.base_identity import identify, sha256_of
+from infinity.tools.training.process import give_back
+
+Tensors = dict[str, Tensor]
+
+_WEIGHTS = (".safetensors", ".bin", ".msgpack", ".h5", ".onnx", ".gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the pipeline of a family calls its transformer.
+
+    transformer: the class, whose name config.json has
+    embeddings: returns what the text encoders make of a caption, one row of each argument
+    predict: calls the transformer for noisy latents; returns the velocity in their shape
+    has_frames: latents are those of a film of one frame, and have a mean and a deviation for each
+        channel; otherwise one shift and one scale for all
+    """
+
+    transformer: str
+    embeddings: Callable[[Any, str, int], Tensors]
+    predict: Callable[[Denoising, Any, Tensor, Tensor, Tensors], Tensor]
+    has_frames: bool = False
+
+
+class Denoising:
+    """The pipeline around a transformer: its encoders, and the loss of the transformer.
+
+    Raises ConfigError for a directory that is no transformer in a pipeline of a family in
+    `FAMILIES`.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        import diffusers
+
+        assert config.model.path is not None and config.train.diffusion is not None
+        self.options, self._seed = config.train.diffusion, config.train.seed
+        self.dtype: torch.dtype = getattr(torch, config.precision.compute_dtype)
+        is_cpu = config.tiers.device.kind == "cpu" or not torch.cuda.is_available()
+        self._device = torch.device("cpu" if is_cpu else "cuda")
+        self._path = config.model.path.parent
+        index = self._path / "model_index.json"
+        if not index.is_file():
+            raise ConfigError(
+                f'train.method: "diffusion" trains the transformer of a pipeline of diffusers, a '
+                f"directory with model_index.json; got {config.model.path}"
+            )
+        self._index = table_of_file(index)
+        name = str(self._index.get("_class_name"))
+        if name not in FAMILIES:
+            raise ConfigError(
+                f'train.method: {index} is a {name}; "diffusion" trains {", ".join(FAMILIES)}. '
+                "Any other denoiser trains in a loop of your own (docs/howto/diffusion.md)"
+            )
+        self.family, self._class = FAMILIES[name], getattr(diffusers, name)
+        own = table_of_file(config.model.path / "config.json").get(CLASS_NAME)
+        if own != self.family.transformer:
+            raise ConfigError(
+                f"model.path: {config.model.path} is a {own}; expected the "
+                f"{self.family.transformer} of a {name}"
+            )
+        _refuse_parts(index, self._index)
+        self._vae = table_of_file(self._path / "vae" / "config.json")
+        self._scheduler = _scheduler(self._path / "scheduler" / "scheduler_config.json")
+
+    # -- Encoders ----------------------------------------------------------------------------------
+
+    @property
+    def encoders(self) -> list[str]:
+        """The parts of the pipeline that captions need."""
+        return [name for name in self._parts() if name.startswith(("text_encoder", "tokenizer"))]
+
+    def _parts(self) -> list[str]:
+        return [name for name, kind in self._index.items() if isinstance(kind, list) and kind[0]]
+
+    def facts(self, names: Sequence[str]) -> list[str]:
+        """Returns what the results of these parts depend on: digests of their files, versions,
+        the device."""
+        found = [str(self._index["_class_name"]), self._device.type]
+        found += [f"{name} {installed(name)}" for name in ("torch", "diffusers", "transformers")]
+        for name in sorted(names):
+            place = self._path / name
+            files = sorted(p for p in place.iterdir() if p.is_file() and p.suffix not in _WEIGHTS)
+            found.append(f"{name} {sha256_of(*files)}")
+            if has_weights(place):
+                base = identify(weight_source(place))
+                found += [base.table_sha256, base.samples_sha256]
+        return found
+
+    @contextmanager
+    def pipeline(self, names: Sequence[str], dtype: torch.dtype) -> Iterator[Any]:
+        """Yields the pipeline with these parts alone, for a `with` block, without gradients. Frees
+        their memory behind it."""
+        parts: dict[str, Any] = {n: None for n in self._parts() if n not in (*names, "scheduler")}
+        try:
+            made = self._class.from_pretrained(
+                self._path, dtype=dtype, local_files_only=True, **parts
+            )
+        except Exception as error:  # A broken directory makes diffusers raise any exception.
+            raise ConfigError(f"model.path: {self._path} cannot be loaded: {error}") from error
+        made.to(self._device)
+        try:
+            with torch.no_grad():
+                yield made
+        finally:
+            made.register_modules(**dict.fromkeys(names))
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            give_back()
+
+    def moments(self, pipeline: Any, image: Any) -> Tensors:
+        """Returns mean and log-variance of the latents of an image: (1, 2 channels, ...)."""
+        from PIL.ImageOps import exif_transpose
+
+        side = self.options.resolution
+        processor = getattr(pipeline, "image_processor", None) or pipeline.video_processor
+        pixels = processor.preprocess(
+            exif_transpose(image).convert("RGB"), height=side, width=side, resize_mode="crop"
+        ).to(self._device)
+        if pixels.shape[-1] != side:
+            raise ConfigError(
+                f"train.diffusion.resolution: {side} pixels are no multiple of those of a patch; "
+                f"{pixels.shape[-1]} are the nearest below"
+            )
+        pixels = pixels[:, :, None] if self.family.has_frames else pixels
+        return {"moments": pipeline.vae.encode(pixels).latent_dist.parameters}
+
+    # -- The loss ----------------------------------------------------------------------------------
+
+    def loss(self, model: Any, batch: Tensors, step: int) -> Tensor:
+        """Returns the loss of a batch of `collate`, a scalar in fp32. Noise and noise levels follow
+        from seed, step and row; those of rows that are held out are the same at every step."""
+        from diffusers.training_utils import compute_loss_weighting_for_sd3
+
+        device = batch["moments"].device
+        drawn = [
+            self._draw(moments[None], 0 if is_held_out else step, int(row), bool(is_held_out))
+            for moments, row, is_held_out in zip(
+                batch["moments"], batch["row"], batch["held_out"], strict=True
+            )
+        ]
+        latents, noise, levels = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        number = (levels * self._scheduler.config.num_train_timesteps).long()
+        times = self._scheduler.timesteps[number].to(device)
+        sigmas = self._scheduler.sigmas[number].to(device).view(-1, *[1] * (latents.dim() - 1))
+        noisy = (1.0 - sigmas) * latents + sigmas * noise
+        found = self.family.predict(self, model, noisy.to(self.dtype), times, batch)
+        weights = compute_loss_weighting_for_sd3(self.options.weighting, sigmas)
+        squares = weights.float() * (found.float() - (noise - latents)) ** 2
+        mean: Tensor = squares.reshape(len(squares), -1).mean(1).mean()
+        return mean
+
+    def _draw(self, moments: Tensor, step: int, row: int, is_held_out: bool) -> tuple[Tensor, ...]:
+        """Returns latents, noise and level of one row, each drawn on the CPU."""
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from diffusers.training_utils import compute_density_for_timestep_sampling
+        from diffusers.utils.torch_utils import randn_tensor
+
+        source, options = generator_of(self._seed, step, row, is_held_out), self.options
+        latents = self._scaled(DiagonalGaussianDistribution(moments).sample(source))
+        noise = randn_tensor(latents.shape, source, latents.device, latents.dtype)
+        level = compute_density_for_timestep_sampling(
+            options.weighting, 1, options.logit_mean, options.logit_std, options.mode_scale,
+            generator=source,
+        )  # fmt: skip
+        return latents, noise, level
+
+    def _scaled(self, latents: Tensor) -> Tensor:
+        vae = self._vae
+        if not self.family.has_frames:
+            shift: float = vae.get("shift_factor") or 0.0
+            return (latents - shift) * float(vae["scaling_factor"])
+        mean, std = (
+            torch.tensor(vae[name], device=latents.device).view(1, -1, 1, 1, 1)
+            for name in ("latents_mean", "latents_std")
+        )
+        return (latents - mean) * (1.0 / std)
+
+    def packed(self, latents: Tensor) -> Tensor:
+        """Returns latents as a sequence of patches, by the pipeline's own function."""
+        pack: Callable[..., Tensor] = self._class._pack_latents  # noqa: SLF001
+        return pack(latents, len(latents), latents.shape[1], *latents.shape[-2:])
+
+    def unpacked(self, patches: Tensor, like: Tensor) -> Tensor:
+        """Returns patches as latents of the shape of `like`."""
+        unpack: Callable[..., Tensor] = self._class._unpack_latents  # noqa: SLF001
+        return unpack(patches, *like.shape[-2:], 1)
+
+    def positions(self, latents: Tensor) -> Tensor:
+        """Returns the positions of patches, by the pipeline's own function."""
+        height, width = (side // 2 for side in latents.shape[-2:])
+        make: Callable[..., Tensor] = self._class._prepare_latent_image_ids  # noqa: SLF001
+        return make(len(latents), height, width, latents.device, latents.dtype)
+
+    def guidance(self, model: Any, count: int, device: torch.device) -> Tensor | None:
+        """Returns the guidance that a distilled model takes as an argument; None for any other."""
+        if not model.config.guidance_embeds:
+            return None
+        return torch.full((count,), self.options.guidance, device=device)
+
+
+def generator_of(seed: int, step: int, row: int, is_held_out: bool = False) -> torch.Generator:
+    """Returns the generator of what one row draws in one step."""
+    text = json.dumps([seed, step, row, is_held_out])
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+    return torch.Generator().manual_seed(number >> 1)
+
+
+def _scheduler(file: Path) -> Any:
+    """Returns the noise levels of training: those of a scheduler's own numbers, whichever solver
+    the pipeline samples with."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    kind: Any = FlowMatchEulerDiscreteScheduler
+    table = table_of_file(file)
+    if "flow_shift" in table:  # Of a solver that is none of flows alone.
+        return kind(shift=float(table["flow_shift"]))
+    return kind.from_config(table)
+
+
+def _refuse_parts(index: Path, table: dict[str, Any]) -> None:
+    """Raises ConfigError for a pipeline of Wan 2.2, whose two transformers have noise levels of
+    their own, or whose rows have several levels."""
+    if (table.get("transformer_2") or [None])[0] or table.get("expand_timesteps"):
+        raise ConfigError(
+            f"model.path: {index} has a second transformer or several noise levels in one image "
+            "(Wan 2.2); expected a pipeline with one transformer and one level (Wan 2.1)"
+        )
+
+
+# -- Families --------------------------------------------------------------------------------------
+
+
+def _flux_text(pipeline: Any, caption: str, length: int) -> Tensors:
+    text, pooled, _ = pipeline.encode_prompt([caption], None, max_sequence_length=length)
+    return {"encoder_hidden_states": text[0], "pooled_projections": pooled[0]}
+
+
+def _flux(own: Denoising, model: Any, noisy: Tensor, times: Tensor, batch: Tensors) -> Tensor:
+    text = batch["encoder_hidden_states"]
+    found = model(
+        hidden_states=own.packed(noisy),
+        timestep=times / 1000,
+        guidance=own.guidance(model, len(noisy), noisy.device),
+        pooled_projections=batch["pooled_projections"],
+        encoder_hidden_states=text,
+        txt_ids=text.new_zeros(text.shape[1], 3),
+        img_ids=own.positions(noisy),
+        return_dict=False,
+    )[0]
+    return own.unpacked(found, noisy)
+
+
+def _qwen_text(pipeline: Any, caption: str, length: int) -> Tensors:
+    text, mask = pipeline.encode_prompt([caption], max_sequence_length=length)
+    assert mask is None or bool(mask.all())  # Of a single caption.
+    return {"encoder_hidden_states": text[0]}
+
+
+def _qwen(own: Denoising, model: Any, noisy: Tensor, times: Tensor, batch: Tensors) -> Tensor:
+    shape = (1, noisy.shape[-2] // 2, noisy.shape[-1] // 2)
+    found = model(
+        hidden_states=own.packed(noisy),
+        timestep=times / 1000,
+        guidance=own.guidance(model, len(noisy), noisy.device),
+        encoder_hidden_states=batch["encoder_hidden_states"],
+        encoder_hidden_states_mask=batch.get("encoder_hidden_states_mask"),
+        img_shapes=[[shape]] * len(noisy),
+        return_dict=False,
+    )[0]
+    return own.unpacked(found, noisy)
+
+
+def _sd3_text(pipeline: Any, caption: str, length: int) -> Tensors:
+    text, _, pooled, _ = pipeline.encode_prompt(
+        [caption], None, None, do_classifier_free_guidance=False, max_sequence_length=length
+    )
+    return {"encoder_hidden_states": text[0], "pooled_projections": pooled[0]}
+
+
+def _wan_text(pipeline: Any, caption: str, length: int) -> Tensors:
+    text, _ = pipeline.encode_prompt(
+        [caption], do_classifier_free_guidance=False, max_sequence_length=length
+    )
+    return {"encoder_hidden_states": text[0]}
+
+
+def _plain(own: Denoising, model: Any, noisy: Tensor, times: Tensor, batch: Tensors) -> Tensor:
+    """For a transformer that makes patches itself, and takes what `embeddings` returned."""
+    del own
+    arguments = {key: batch[key] for key in batch if key.endswith(("_states", "_projections"))}
+    found: Tensor = model(hidden_states=noisy, timestep=times, **arguments, return_dict=False)[0]
+    return found
+
+
+FAMILIES = {
+    "FluxPipeline": Family("FluxTransformer2DModel", _flux_text, _flux),
+    "QwenImagePipeline": Family("QwenImageTransformer2DModel", _qwen_text, _qwen, has_frames=True),
+    "StableDiffusion3Pipeline": Family("SD3Transformer2DModel", _sd3_text, _plain),
+    "WanPipeline": Family("WanTransformer3DModel", _wan_text, _plain, has_frames=True),
+}

@@ -1,0 +1,239 @@
+"""Images with captions as a transformer of diffusers takes them: latents and prompt embeddings.
+
+The pipeline's own VAE and text encoders compute them once, before the transformer has weights, and
+are released. They lie in a directory, a file for each image and for each caption, whose name is a
+digest of what the file was computed from. So they serve later runs, too. A file has the digest of
+its tensors, which every read compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from infinity.checkpoint.durable import make_directory, sync_file
+from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
+from infinity.config import DataSource, JobConfig
+from infinity.errors import ConfigError, CorruptionError, corrupt, reporting
+from infinity.tools.training.data_files import READERS, is_records, read_rows, read_utf8
+from infinity.tools.training.denoising import Denoising, Tensors
+from infinity.tools.training.images import COLUMNS, Image, decoded, located
+
+_log = logging.getLogger("infinity")
+
+_IMAGES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
+_CAPTIONS = ("caption", "text", "prompt")
+_NAMES = (*COLUMNS, "file_name")  # Columns of records; the last one is that of `imagefolder`.
+_FORMAT = 1  # Of the files, and a part of their names.
+
+
+def load_images(sources: Sequence[DataSource], config: JobConfig) -> Any:
+    """Returns a `datasets.Dataset` of the images with captions of all sources.
+
+    Each row has its number and the names of two files in `cache_of(config)`, which are there when
+    this returns. Raises ConfigError for an image without a caption, and for one that cannot be
+    read.
+    """
+    import datasets
+
+    found = [pair for source in sources for pair in _pairs_of(source)]
+    if not found:
+        places = ", ".join(str(source.location) for source in sources)
+        raise ConfigError(
+            f"data.paths: {places} has no images; expected files ({', '.join(sorted(_IMAGES))}) "
+            "with captions in .txt files of the same names, or records with image and caption"
+        )
+    images, captions = _encoded(found, config, Denoising(config))
+    columns = {"row": [*range(len(found))], "image": images, "caption": captions}
+    return datasets.Dataset.from_dict(columns)
+
+
+def cache_of(config: JobConfig) -> Path:
+    """Returns the directory of the latents and embeddings of a run."""
+    assert config.train.diffusion is not None
+    return config.train.diffusion.cache or config.output.directory / "encoded"
+
+
+def collate(directory: Path, rows: Sequence[dict[str, Any]]) -> Tensors:
+    """Returns a batch of rows of `load_images`, for `Denoising.loss`. Embeddings of several lengths
+    are padded with zeros, and `encoder_hidden_states_mask` says where they are."""
+    images = [read_tensors(directory / row["image"])["moments"] for row in rows]
+    texts = [read_tensors(directory / row["caption"]) for row in rows]
+    batch = {
+        name: pad_sequence([text[name] for text in texts], batch_first=True) for name in texts[0]
+    }
+    lengths = torch.tensor([len(text["encoder_hidden_states"]) for text in texts])
+    if len({*lengths.tolist()}) > 1:
+        batch["encoder_hidden_states_mask"] = torch.arange(int(lengths.max())) < lengths[:, None]
+    numbers = {
+        "row": [row["row"] for row in rows],
+        "held_out": [bool(row.get("held_out")) for row in rows],
+        "num_tokens": [image.shape[-2] * image.shape[-1] // 4 for image in images],  # Patches.
+    }
+    return {"moments": torch.cat(images), **batch} | {
+        name: torch.tensor(values) for name, values in numbers.items()
+    }
+
+
+def measure_images(dataset: Any, directory: Path) -> tuple[int, int, str]:
+    """Returns what `job_data.measure` does of other data: the number of patches, 0, and a digest of
+    all latents and embeddings."""
+    digest, count = hashlib.sha256(), 0
+    for row in dataset:
+        made = collate(directory, [row])
+        count += int(made["num_tokens"])
+        digest.update(_digest(made).encode())
+    return count, 0, digest.hexdigest()
+
+
+# -- Images and their captions ---------------------------------------------------------------------
+
+
+# An image, its caption, and the file that names it, for messages.
+Captioned = tuple[Image, str, str]
+
+
+def _pairs_of(source: DataSource) -> Iterator[Captioned]:
+    place = source.location
+    records = place if is_records(place) else place / "metadata.jsonl"
+    if records.exists():
+        yield from _of_records(records)
+        return
+    if place.is_file():
+        raise ConfigError(
+            f"data.paths: {place}: expected a directory of images, or records: {', '.join(READERS)}"
+        )
+    pattern = source.pattern if "pattern" in source.model_fields_set else "**/*"
+    for path in sorted(place.glob(pattern)):
+        if path.suffix.lower() not in _IMAGES or path.name.startswith("."):
+            continue
+        text = path.with_suffix(".txt")
+        if not text.is_file():
+            raise ConfigError(f"data.paths: {path} has no caption; expected it in {text}")
+        caption = b"".join(read_utf8(text)).decode().strip()
+        yield {"bytes": None, "path": str(path)}, caption, str(path)
+
+
+def _of_records(path: Path) -> Iterator[Captioned]:
+    for number, row in enumerate(read_rows(path, list), 1):
+        at = f"data.paths: {path}: record {number}"
+        value = next((row[name] for name in _NAMES if row.get(name)), None)
+        caption = next((row[name] for name in _CAPTIONS if isinstance(row.get(name), str)), None)
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if value is None or caption is None:
+            raise ConfigError(
+                f"{at} has {', '.join(row)}; expected an image ({', '.join(_NAMES)}) and its "
+                f"caption ({', '.join(_CAPTIONS)})"
+            )
+        yield located(value, path.parent, f"{at}: image"), caption, at
+
+
+def _content(image: Image, at: str) -> bytes:
+    """Returns the bytes of the image's file. Raises ConfigError."""
+    if image["bytes"] is not None:
+        return bytes(image["bytes"])
+    try:
+        return Path(image["path"]).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{at}: {image['path']} cannot be read: {error.strerror}") from None
+
+
+# -- Encoding --------------------------------------------------------------------------------------
+
+
+def _encoded(
+    found: Sequence[Captioned], config: JobConfig, denoising: Denoising
+) -> tuple[list[str], list[str]]:
+    """Returns the names of the files of all images and of all captions. Computes those that are
+    not there, or broken."""
+    directory, length, vae = cache_of(config), config.data.sequence_length, ["vae"]
+    with reporting("open", directory):
+        make_directory(directory)
+    of_image = [*denoising.facts(vae), denoising.options.resolution]
+    images = [_name_of(_content(image, at), of_image) for image, _, at in found]
+    wanted = _missing(images, directory)
+    if wanted:
+        _log.warning("computing the latents of %d images", len(wanted))
+        with denoising.pipeline(vae, torch.float32) as pipeline:
+            for name, index in wanted.items():
+                image, _, at = found[index]
+                made = decoded({"bytes": _content(image, at), "path": None}, at)
+                _write(directory / name, denoising.moments(pipeline, made))
+    encoders, dtype = denoising.encoders, denoising.dtype
+    of_caption = [*denoising.facts(encoders), length, str(dtype)]
+    captions = [_name_of(caption.encode(), of_caption) for _, caption, _ in found]
+    wanted = _missing(captions, directory)
+    if wanted:
+        _log.warning("computing the embeddings of %d captions", len(wanted))
+        with denoising.pipeline(encoders, dtype) as pipeline:
+            for name, index in wanted.items():
+                made = denoising.family.embeddings(pipeline, found[index][1], length)
+                _write(directory / name, made)
+    return images, captions
+
+
+def _name_of(content: bytes, facts: Sequence[Any]) -> str:
+    digest = hashlib.sha256(json.dumps([_FORMAT, *facts]).encode())
+    digest.update(hashlib.sha256(content).digest())
+    return f"{digest.hexdigest()[:40]}.safetensors"
+
+
+def _missing(names: Sequence[str], directory: Path) -> dict[str, int]:
+    """Returns the files that are not there or broken, with the number of the row that has them."""
+    found: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if name in found or not (directory / name).exists():
+            found.setdefault(name, index)
+            continue
+        try:
+            read_tensors(directory / name)
+        except CorruptionError as error:
+            _log.warning("%s; it is computed again", error)
+            found[name] = index
+    return found
+
+
+# -- The files -------------------------------------------------------------------------------------
+
+
+def _write(path: Path, tensors: Tensors) -> None:
+    from safetensors.torch import save
+
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    partial_path = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with reporting("write", path):
+        partial_path.write_bytes(save(own, metadata={"sha256": _digest(own)}))
+        sync_file(partial_path)
+        partial_path.replace(path)
+
+
+def read_tensors(path: Path) -> Tensors:
+    """Returns the tensors of a file. Raises CorruptionError for one that was damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with reporting("read", path), safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            digest = (file.metadata() or {}).get("sha256")
+    except SafetensorError as error:
+        raise corrupt(str(path), f"it cannot be read: {error}") from None
+    if digest != _digest(found):
+        raise corrupt(str(path), "its tensors are not those that were written")
+    return found
+
+
+def _digest(tensors: Tensors) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()

@@ -1,0 +1,85 @@
+"""Pipelines of diffusers with tiny random parts, saved to a directory."""
+
+from __future__ import annotations
+
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+
+LETTERS = string.ascii_lowercase + string.digits
+WIDTH = 16
+
+
+def clip(projects: bool = False) -> tuple[Any, Any]:
+    words = ["<|startoftext|>", "<|endoftext|>", *LETTERS, *(f"{one}</w>" for one in LETTERS)]
+    tokenizer = transformers.CLIPTokenizer(
+        vocab={word: number for number, word in enumerate(words)}, merges=[], model_max_length=16
+    )
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(words), hidden_size=WIDTH, intermediate_size=16, num_attention_heads=2,
+        num_hidden_layers=2, max_position_embeddings=16, projection_dim=WIDTH, bos_token_id=0,
+        eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    kind = "CLIPTextModelWithProjection" if projects else "CLIPTextModel"
+    return getattr(transformers, kind)(config), tokenizer
+
+
+def t5(kind: str = "T5", width: int = WIDTH) -> tuple[Any, Any]:
+    words = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((one, -3.0) for one in "▁" + LETTERS)]
+    tokenizer = transformers.T5Tokenizer(vocab=words, extra_ids=0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(words), d_model=width, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+    )
+    return getattr(transformers, f"{kind}EncoderModel")(config), tokenizer
+
+
+def vae(channels: int, **options: Any) -> Any:
+    return diffusers.AutoencoderKL(
+        latent_channels=channels, block_out_channels=(4, 4), layers_per_block=1, norm_num_groups=1,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.5, shift_factor=0.06,
+        mid_block_add_attention=False, **options,
+    )  # fmt: skip
+
+
+def flux(directory: Path) -> Path:
+    transformer = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=8, num_layers=2, num_single_layers=1, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH,
+        axes_dims_rope=[2, 2, 4], guidance_embeds=True,
+    )  # fmt: skip
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    parts = (scheduler, vae(2), *clip(), *t5(), transformer)
+    return saved(diffusers.FluxPipeline(*parts), directory)
+
+
+def saved(pipeline: Any, directory: Path) -> Path:
+    pipeline.save_pretrained(directory)
+    return directory
+
+
+MAKERS = {"flux": flux}
+
+
+def pipeline(family: str, directory: Path) -> Path:
+    torch.manual_seed(0)
+    return MAKERS[family](directory)
+
+
+def images(directory: Path, count: int) -> Path:
+    """`count` images of several sizes, with captions of several lengths beside them."""
+    from PIL import Image
+
+    directory.mkdir()
+    source = random.Random(0)
+    for number in range(count):
+        size = (20 + number, 18)
+        image = Image.frombytes("RGB", size, source.randbytes(3 * size[0] * size[1]))
+        image.save(directory / f"{number}.png")
+        (directory / f"{number}.txt").write_text("a red cat sat"[: 5 + 2 * (number % 3)])
+    return directory

@@ -1,0 +1,369 @@
+"""`infinity train` with method = "diffusion": the bits of a plain loop over the classes of diffusers;
+latents and embeddings are computed once; diffusers loads what a run exports."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import infinity
+from infinity.config import DataSource, JobConfig, SwapConfig
+from infinity.config.hub import in_hub_cache
+from infinity.config.paths import with_located_model
+from infinity.config.schema import changed
+from infinity.errors import ConfigError, CorruptionError
+from infinity.modules.reading.configuration import config_of_directory
+from infinity.tools.training import denoising, latents, program
+from infinity.tools.training.settle import settle
+from tests.train.jobs import start, wait_for_steps
+
+diffusers = pytest.importorskip("diffusers", reason="pip install diffusers")
+training_utils = pytest.importorskip("diffusers.training_utils")
+pipelines = pytest.importorskip("tests.support.models.pipelines")
+
+SIDE, LENGTH, ROWS, STEPS, SEED = 16, 12, 8, 4, 3
+JOB = """
+[tiers]
+host = {{capacity = "32MiB"}}
+device = {{kind = "cpu"}}
+[[tiers.nvme]]
+path = "swap"
+[placement]
+{placement}
+[model]
+path = "{pipeline}"
+seed = 5
+{adapter}
+[data]
+paths = ["{images}"]
+sequence_length = 12
+held_out = 0.0
+shuffle = false
+[output]
+directory = "output"
+[optimizer]
+lr = 1e-2
+weight_decay = 0.1
+max_grad_norm = "off"
+no_decay = []
+[train]
+method = "diffusion"
+steps = 4
+batch_size = 2
+gradient_accumulation_steps = 2
+seed = 3
+threads = 1
+[train.diffusion]
+resolution = 16
+weighting = "logit_normal"
+cache = "{cache}"
+[checkpoint]
+every = 1
+"""
+PLACES = {
+    "device": 'parameters = "device"\nmaster = "host"\nmoments = "host"\ngradients = "host"',
+    "host": 'parameters = "host"\nmaster = "host"\nmoments = "host"\ngradients = "host"',
+    "nvme": 'parameters = "nvme"\nmaster = "nvme"\nmoments = "nvme"\ngradients = "nvme"',
+}
+ADAPTER = "[adapter]\nrank = 2\nalpha = 4"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("diffusion")
+    pipelines.images(made / "images", ROWS)
+    for family in pipelines.MAKERS:
+        pipelines.pipeline(family, made / family)
+    return made
+
+
+def job_of(
+    directory: Path, home: Path, family: str, place: str = "nvme", adapter: str = ""
+) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "job.toml").write_text(
+        JOB.format(
+            placement=PLACES[place],
+            pipeline=home / family,
+            images=home / "images",
+            cache=home / "cache",
+            adapter=adapter,
+        )
+    )
+    return directory
+
+
+def config_of(job: Path) -> JobConfig:
+    return settle(JobConfig.of(with_located_model(SwapConfig.load(job / "job.toml"))))
+
+
+def train(job: Path, **options: Any) -> list[float]:
+    program.train(config_of(job), **options)
+    lines = (job / "output" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def targets(transformer: Any) -> list[str]:
+    """The linear layers of attention and feed-forward modules."""
+    return [
+        name for name, module in transformer.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and any(p in ("attn", "ff", "ff_context", "proj_mlp", "attn1", "attn2", "ffn", "img_mlp",
+                      "txt_mlp") for p in name.split("."))
+    ]  # fmt: skip
+
+
+class Plain:
+    """A loop as the training scripts of diffusers have it, with everything in memory."""
+
+    def __init__(self, directory: Path, adapter: bool) -> None:
+        name = json.loads((directory / "model_index.json").read_text())["_class_name"]
+        self.pipe = getattr(diffusers, name).from_pretrained(directory)
+        self.transformer = self.pipe.transformer.train()
+        if adapter:
+            self.transformer.requires_grad_(False)
+            torch.manual_seed(5)
+            wanted = targets(self.transformer)
+            self.transformer.add_adapter(peft.LoraConfig(r=2, lora_alpha=4, target_modules=wanted))
+
+    def run(self, images: Path) -> list[float]:
+        with torch.no_grad():
+            rows = [self.encoded(images / f"{row}.png") for row in range(ROWS)]
+        trained = [p for p in self.transformer.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=True)
+        losses = []
+        for step in range(STEPS):
+            total = torch.zeros(())
+            for first in (0, 2):
+                numbers = [(4 * step + first + one) % ROWS for one in range(2)]
+                loss = self.loss([(n, rows[n]) for n in numbers], step + 1) / 2
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total.item())
+        return losses
+
+    def encoded(self, image: Path) -> tuple[Any, Any]:
+        """The distribution of latents, and what `encode_prompt` returns."""
+        pipe, caption = self.pipe, image.with_suffix(".txt").read_text()
+        processor = getattr(pipe, "image_processor", None) or pipe.video_processor
+        pixels = processor.preprocess(Image.open(image), SIDE, SIDE, resize_mode="crop")
+        if "latents_mean" in pipe.vae.config and pipe.vae.config.latents_mean is not None:
+            pixels = pixels[:, :, None]
+        options: dict[str, Any] = {"max_sequence_length": LENGTH}
+        if "do_classifier_free_guidance" in pipe.encode_prompt.__code__.co_varnames:
+            options["do_classifier_free_guidance"] = False
+        if "prompt_2" in pipe.encode_prompt.__code__.co_varnames:
+            options["prompt_2"] = None
+        if "prompt_3" in pipe.encode_prompt.__code__.co_varnames:
+            options["prompt_3"] = None
+        return pipe.vae.encode(pixels).latent_dist, pipe.encode_prompt(prompt=[caption], **options)
+
+    def loss(self, rows: list[tuple[int, Any]], step: int) -> Tensor:
+        parts = []
+        for row, (distribution, _) in rows:
+            key = hashlib.sha256(json.dumps([SEED, step, row, False]).encode()).digest()
+            source = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+            latents = scaled(distribution.sample(source), self.pipe.vae.config)
+            noise = torch.randn(latents.shape, generator=source)
+            level = training_utils.compute_density_for_timestep_sampling(
+                "logit_normal", 1, 0.0, 1.0, 1.29, generator=source
+            )
+            parts.append((latents, noise, level))
+        latents, noise, levels = (torch.cat(part) for part in zip(*parts, strict=True))
+        scheduler = self.pipe.scheduler
+        chosen = (levels * scheduler.config.num_train_timesteps).long()
+        times = scheduler.timesteps[chosen]
+        sigmas = scheduler.sigmas[chosen].view(-1, *[1] * (latents.dim() - 1))
+        noisy = (1.0 - sigmas) * latents + sigmas * noise
+        predicted = CALLS[type(self.pipe).__name__](self, noisy, times, [r[1][1] for r in rows])
+        weighting = training_utils.compute_loss_weighting_for_sd3("logit_normal", sigmas)
+        squares = weighting.float() * (predicted.float() - (noise - latents).float()) ** 2
+        return torch.mean(squares.reshape(len(rows), -1), 1).mean()
+
+
+def scaled(latents: Tensor, config: Any) -> Tensor:
+    if latents.dim() == 4:
+        return (latents - config.shift_factor) * config.scaling_factor
+    mean = torch.tensor(config.latents_mean).view(1, config.z_dim, 1, 1, 1)
+    std = 1.0 / torch.tensor(config.latents_std).view(1, config.z_dim, 1, 1, 1)
+    return (latents - mean) * std
+
+
+def call_flux(plain: Plain, noisy: Tensor, times: Tensor, texts: list[Any]) -> Tensor:
+    count, channels, height, width = noisy.shape
+    kind, text = type(plain.pipe), torch.cat([found[0] for found in texts])
+    found = plain.transformer(
+        hidden_states=kind._pack_latents(noisy, count, channels, height, width),
+        timestep=times / 1000,
+        guidance=torch.full([1], 3.5).expand(count),
+        pooled_projections=torch.cat([found[1] for found in texts]),
+        encoder_hidden_states=text,
+        txt_ids=texts[0][2],
+        img_ids=kind._prepare_latent_image_ids(count, height // 2, width // 2, "cpu", text.dtype),
+        return_dict=False,
+    )[0]
+    pixels = plain.pipe.vae_scale_factor
+    return kind._unpack_latents(found, height * pixels, width * pixels, pixels)
+
+
+CALLS = {"FluxPipeline": call_flux}
+
+
+def same(plain: Plain, output: Path) -> None:
+    """Compares what a run has exported with the plain model."""
+    if not (output / "adapter_config.json").exists():
+        theirs = type(plain.transformer).from_pretrained(output).state_dict()
+        for name, tensor in plain.transformer.state_dict().items():
+            assert torch.equal(tensor, theirs[name]), name
+        return
+    want = peft.get_peft_model_state_dict(plain.transformer)
+    plain.pipe.load_lora_weights(output, adapter_name="trained")
+    found = peft.get_peft_model_state_dict(plain.transformer, adapter_name="trained")
+    assert want.keys() == found.keys()
+    for name, tensor in want.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+@pytest.mark.parametrize(("adapter", "place"), [
+    (ADAPTER, "nvme"), (ADAPTER, "device"), ("", "nvme"), ("", "host"),
+])  # fmt: skip
+def test_flux_has_the_bits_of_the_plain_loop_wherever_state_lies(
+    adapter: str, place: str, home: Path, tmp_path: Path
+) -> None:
+    plain = Plain(home / "flux", bool(adapter))
+    want = plain.run(home / "images")
+    assert train(job_of(tmp_path, home, "flux", place, adapter)) == want
+    same(plain, tmp_path / "output")
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(
+    home: Path, tmp_path: Path, processes: list[Any]
+) -> None:
+    plain = Plain(home / "flux", adapter=True)
+    want = plain.run(home / "images")
+    job = job_of(tmp_path, home, "flux", "nvme", ADAPTER)
+    process = start(job, at_most=2)
+    processes.append(process)
+    wait_for_steps(job, 2, process)
+    process.kill()
+    process.wait()
+    job_of(tmp_path, home, "flux", "host", ADAPTER)
+    assert train(job, resume=True) == want
+    same(plain, job / "output")
+
+
+def test_latents_and_embeddings_are_computed_once_and_a_broken_file_is_found(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, config = tmp_path / "cache", config_of(job_of(tmp_path, home, "flux"))
+    config = changed(config, {"train.diffusion.cache": cache})
+    rows = latents.load_images(config.data.paths, config)
+    assert len(list(cache.iterdir())) == ROWS + 3  # There are three captions.
+    before = {file: file.read_bytes() for file in cache.iterdir()}
+    broken = cache / rows[1]["image"]
+    broken.write_bytes(before[broken][:-1] + bytes([before[broken][-1] ^ 1]))
+    with pytest.raises(CorruptionError, match="not those that were written"):
+        latents.collate(cache, list(rows))
+    assert latents.load_images(config.data.paths, config)[:] == rows[:]
+    assert str(broken) in caplog.text and "computed again" in caplog.text
+    assert {file: file.read_bytes() for file in cache.iterdir()} == before
+    monkeypatch.delattr(denoising.Denoising, "pipeline")
+    assert latents.load_images(config.data.paths, config)[:] == rows[:]
+
+
+def test_neither_vae_nor_text_encoders_are_in_memory_beside_the_transformer(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def offload(*_: Any, **__: Any) -> None:
+        gc.collect()
+        kinds = (diffusers.AutoencoderKL, PreTrainedModel)
+        found.extend(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+        raise ConfigError("seen")
+
+    shutil.rmtree(home / "cache", ignore_errors=True)
+    monkeypatch.setattr(infinity, "offload", offload)
+    with pytest.raises(ConfigError, match="seen"):
+        train(job_of(tmp_path, home, "flux"))
+    assert (home / "cache").is_dir() and found == []
+
+
+@pytest.mark.parametrize("form", ["records", "metadata"])
+def test_records_name_images_with_their_captions(form: str, home: Path, tmp_path: Path) -> None:
+    config = config_of(job_of(tmp_path, home, "flux"))
+    want = latents.load_images(config.data.paths, config)
+    shutil.copytree(home / "images", tmp_path / "images")
+    keys = ("image", "caption") if form == "records" else ("file_name", "text")
+    lines = [
+        json.dumps(
+            dict(zip(keys, (f"{n}.png", (home / f"images/{n}.txt").read_text()), strict=True))
+        )
+        for n in range(ROWS)
+    ]
+    path = tmp_path / "images" / ("rows.jsonl" if form == "records" else "metadata.jsonl")
+    path.write_text("\n".join(lines))
+    place = path if form == "records" else path.parent
+    assert latents.load_images([DataSource(path=place)], config)[:] == want[:]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"train.diffusion.resolution": 18}, "18 pixels are no multiple .*; 16 are the nearest"),
+    ({"model.path": "images"}, "a directory with model_index.json; got"),
+    ({"model.path": "flux/vae"}, "is a AutoencoderKL; expected the FluxTransformer2DModel of a F"),
+])  # fmt: skip
+def test_what_cannot_be_trained_is_refused(
+    change: dict[str, Any], message: str, home: Path, tmp_path: Path
+) -> None:
+    change = {k: home / v if k == "model.path" else v for k, v in change.items()}
+    config = changed(config_of(job_of(tmp_path, home, "flux")), change)
+    with pytest.raises(ConfigError, match=message):
+        program.train(config)
+
+
+def test_keys_of_text_are_refused(home: Path, tmp_path: Path) -> None:
+    file = job_of(tmp_path, home, "flux") / "job.toml"
+    file.write_text(file.read_text().replace("shuffle = false", "packing = true"))
+    with pytest.raises(ConfigError, match='expected no data.packing with method = "diffusion"'):
+        SwapConfig.load(file)
+
+
+def test_an_image_without_a_caption_is_named(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "images", tmp_path / "images")
+    (tmp_path / "images" / "3.txt").unlink()
+    config = config_of(job_of(tmp_path, home, "flux"))
+    with pytest.raises(ConfigError, match=r"3\.png has no caption; expected it in .*3\.txt"):
+        latents.load_images([DataSource(path=tmp_path / "images")], config)
+
+
+def test_a_pipeline_that_is_not_known_is_refused_with_those_that_are(
+    home: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(home / "flux", other)
+    index = json.loads((other / "model_index.json").read_text())
+    (other / "model_index.json").write_text(json.dumps(index | {"_class_name": "SanaPipeline"}))
+    with pytest.raises(ConfigError, match="is a SanaPipeline; .* trains FluxPipeline, "):
+        program.train(changed(config_of(job_of(tmp_path, home, "flux")), {
+            "model.path": other / "transformer",
+        }))  # fmt: skip
+
+
+def test_a_transformer_of_diffusers_is_refused_as_a_language_model(home: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="FluxTransformer2DModel of diffusers, which generates no"
+    ):
+        config_of_directory(in_hub_cache(home / "flux"))
