@@ -10,9 +10,14 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from tokenizers.pre_tokenizers import ByteLevel
 
 LETTERS = string.ascii_lowercase + string.digits
 WIDTH = 16
+FILM = {
+    "z_dim": 4, "dim_mult": [1, 1, 1], "num_res_blocks": 1, "temperal_downsample": [False, True],
+    "latents_mean": [0.1, -0.2, 0.3, -0.4], "latents_std": [1.5, 2.0, 2.5, 3.0],
+}  # fmt: skip
 
 
 def clip(projects: bool = False) -> tuple[Any, Any]:
@@ -58,12 +63,68 @@ def flux(directory: Path) -> Path:
     return saved(diffusers.FluxPipeline(*parts), directory)
 
 
+def sd3(directory: Path) -> Path:
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=2, num_layers=2, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=2 * WIDTH, caption_projection_dim=WIDTH,
+        pooled_projection_dim=2 * WIDTH, out_channels=2, pos_embed_max_size=8, qk_norm="rms_norm",
+    )  # fmt: skip
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    texts = (*clip(projects=True), *clip(projects=True), *t5(width=2 * WIDTH))
+    parts = (transformer, scheduler, vae(2), *texts)
+    return saved(diffusers.StableDiffusion3Pipeline(*parts), directory)
+
+
+def wan(directory: Path) -> Path:
+    transformer = diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
+        text_dim=WIDTH, freq_dim=16, ffn_dim=32, num_layers=2, rope_max_seq_len=32,
+    )  # fmt: skip
+    encoder = diffusers.AutoencoderKLWan(
+        **FILM, base_dim=4, scale_factor_spatial=4, scale_factor_temporal=2
+    )
+    text, tokenizer = t5("UMT5")
+    scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    parts = (tokenizer, text, encoder, scheduler, transformer)
+    return saved(diffusers.WanPipeline(*parts), directory)
+
+
+def qwen(directory: Path) -> Path:
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab={one: number for number, one in enumerate([*alphabet, "<|endoftext|>"])}, merges=[]
+    )
+    attention = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": len(tokenizer), "hidden_size": WIDTH, "intermediate_size": 16,
+                "num_hidden_layers": 1, "rope_parameters": rope, **attention,
+            },
+            vision_config={
+                "depth": 1, "hidden_size": WIDTH, "intermediate_size": 16, "num_heads": 2,
+                "out_hidden_size": WIDTH, "fullatt_block_indexes": [0],
+            },
+        )
+    )  # fmt: skip
+    transformer = diffusers.QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=WIDTH, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    parts = (scheduler, diffusers.AutoencoderKLQwenImage(**FILM, base_dim=4), text, tokenizer)
+    return saved(diffusers.QwenImagePipeline(*parts, transformer), directory)
+
+
 def saved(pipeline: Any, directory: Path) -> Path:
     pipeline.save_pretrained(directory)
     return directory
 
 
-MAKERS = {"flux": flux}
+MAKERS = {"flux": flux, "sd3": sd3, "wan": wan, "qwen": qwen}
 
 
 def pipeline(family: str, directory: Path) -> Path:
