@@ -10,12 +10,20 @@ import datasets
 import numpy as np
 import torch
 import trl
+from transformers import Trainer, TrainingArguments
 
 from infinity.config import SwapConfig
 from infinity.tools.training.job_data import split_rows
+from infinity.tools.training.methods import name_of_checkpointing
 from infinity.tools.training.tokenizers import ByteTokenizer
-from infinity.tools.training.trainer import name_of_checkpointing, parameter_groups
+from infinity.tools.training.trainer import parameter_groups
 
+KINDS: dict[str, Any] = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    "reward": (trl.RewardTrainer, trl.RewardConfig),
+    "classify": (Trainer, TrainingArguments),
+}
 Steps = list[tuple[float, float, float]]  # (loss, norm of the gradients, learning rate)
 
 
@@ -68,14 +76,16 @@ def train(
     optimizer = torch.optim.AdamW(
         parameter_groups(model, own), lr=own.lr, betas=own.betas, eps=own.eps, fused=True
     )
-    kind, settings = trl.SFTTrainer, trl.SFTConfig
-    if job.method == "dpo":
-        kind, settings = trl.DPOTrainer, trl.DPOConfig
+    kind, settings = KINDS[job.method]
+    if job.method == "classify":
+        del arguments["max_length"]
     trainer = kind(
         model=model, args=settings(**arguments), optimizers=(optimizer, None),
         train_dataset=sequences(config) if data is None else data,
         processing_class=processor or ByteTokenizer().for_records(),
     )  # fmt: skip
+    if job.method == "classify":  # The mean of the micro-batches, not their sum.
+        trainer.model_accepts_loss_kwargs = False
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     return [(row["loss"], row.get("grad_norm", math.nan), row["learning_rate"]) for row in rows]

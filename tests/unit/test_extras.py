@@ -10,7 +10,7 @@ import trl
 
 from infinity.config import extras
 from infinity.errors import ConfigError
-from infinity.tools.training.trainer import name_of_checkpointing
+from infinity.tools.training.methods import name_of_checkpointing
 
 
 @pytest.mark.parametrize("missing", ["accelerate", "datasets", "peft", "trl"])

@@ -27,7 +27,7 @@ from infinity.sizes import GIB
 Nonfinite = Literal["error", "skip"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Durability = Literal["none", "checkpoint", "step"]
-Method = Literal["sft", "dpo", "distill", "grpo", "rloo", "diffusion"]
+Method = Literal["sft", "dpo", "reward", "classify", "distill", "grpo", "rloo", "diffusion"]
 Weighting = Literal["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 _Tracker = Annotated[Tracker, choice(Tracker)]
@@ -138,9 +138,13 @@ class Train(Section):
 
     method: Annotated[Method, choice(Method)] = "sft"
     """ "sft" learns texts, answers and completions; "dpo" learns to prefer `chosen` to `rejected`,
-    against the model before training; "distill" learns the teacher of [train.distill] on what the
-    first learns; "grpo" and "rloo" learn from rewards for what the model generates
-    ([train.grpo]); "diffusion" learns images with captions ([train.diffusion])."""
+    against the model before training; "reward" gives the model a head that scores `chosen` above
+    `rejected`; "classify" gives it one that tells the `label` of a `text`; "distill" learns the
+    teacher of [train.distill] on what the first learns; "grpo" and "rloo" learn from rewards for
+    what the model generates ([train.grpo]); "diffusion" learns images with captions
+    ([train.diffusion])."""
+    labels: tuple[Annotated[str, some_text("the name of a label")], ...] = ()
+    """The names that "classify" tells apart, in the order of their numbers. A record has either."""
     steps: Annotated[int | None, or_off(integer(1))] = None
     """Optimizer steps. Exactly one of steps and epochs is required."""
     epochs: Annotated[float | None, or_off(number(above=0))] = None
@@ -214,9 +218,26 @@ class Train(Section):
     def _shown(self) -> Train:
         if (self.method == "diffusion") != (self.diffusion is not None):
             raise conflict('expected [train.diffusion] with method = "diffusion", and no other')
-        if self.diffusion is not None and self.sample is not None:
-            raise conflict('sample: expected none with method = "diffusion", which writes no text')
+        if self.method in ("diffusion", "reward", "classify") and self.sample is not None:
+            raise conflict(
+                f'sample: expected none with method = "{self.method}", which writes no text'
+            )
         return self
+
+    @model_validator(mode="after")
+    def _headed(self) -> Train:
+        if (self.method == "classify") != bool(self.labels):
+            raise conflict('expected labels with method = "classify", and with no other')
+        if self.labels and len(set(self.labels)) < max(2, len(self.labels)):
+            raise conflict(
+                f"labels: expected at least two, each once; got {', '.join(self.labels)}"
+            )
+        return self
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model scores sequences, in place of tokens."""
+        return self.method in ("reward", "classify")
 
     @model_validator(mode="after")
     def _rewarded(self) -> Train:

@@ -227,6 +227,9 @@ _KINDS = {
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING": "AutoModelForImageTextToText",
     "MODEL_FOR_MULTIMODAL_LM_MAPPING": "AutoModelForMultimodalLM",
 }
+_SCORING = {"MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": "AutoModelForSequenceClassification"}
+# How the classes of reward models and classifiers end, and what they call their heads, as in PEFT.
+OF_LABELS, HEADS = "ForSequenceClassification", ("score", "classifier")
 
 
 def empty_model(
@@ -261,14 +264,16 @@ def empty_model(
         ) from error
 
 
-def auto_class(hf_config: Any, where: str, *, trusts_code: bool = False) -> Any:
+def auto_class(
+    hf_config: Any, where: str, *, trusts_code: bool = False, scores: bool = False
+) -> Any:
     """Returns the first of transformers' automatic classes that gives the named architecture, or
-    else any. Raises ConfigError if none generates text."""
+    else any. Raises ConfigError if none generates text, or with `scores` scores sequences."""
     import transformers
 
     named = set(getattr(hf_config, "architectures", None) or ())
-    found = []
-    for table, kind in _KINDS.items():
+    kinds, found = _SCORING if scores else _KINDS, []
+    for table, kind in kinds.items():
         mapping = getattr(transformers, table, {})
         if type(hf_config) in mapping:
             found.append(getattr(transformers, kind))
@@ -277,28 +282,35 @@ def auto_class(hf_config: Any, where: str, *, trusts_code: bool = False) -> Any:
     if found:
         return found[0]
     own = getattr(hf_config, "auto_map", None) or {}
-    coded = [getattr(transformers, kind) for kind in _KINDS.values() if kind in own]
+    coded = [getattr(transformers, kind) for kind in kinds.values() if kind in own]
     if trusts_code and coded:
         return coded[0]
     remedy = "model.trust_remote_code = true runs the code of the directory" if own else (
         "a newer transformers may have one"
     )  # fmt: skip
+    what = "scores sequences" if scores else "generates text"
     raise ConfigError(
-        f"model: transformers {transformers.__version__} has no class that generates text for "
+        f"model: transformers {transformers.__version__} has no class that {what} for "
         f"{hf_config.model_type!r} of {where}; {remedy}"
     )
 
 
-def model_for_text(hf_config: Any, where: str, *, trusts_code: bool = False) -> Any:
+def model_for_text(
+    hf_config: Any, where: str, *, trusts_code: bool = False, kind: Any = None
+) -> Any:
     """Returns the model on meta, its buffers included. Raises ConfigError for one whose forward
     asks for more than tokens, such as images, and for one without a head. The forward runs on meta,
-    where it ends at the first value it needs."""
+    where it ends at the first value it needs. `kind` is that of `empty_model`."""
     with torch.device("meta"), torch.no_grad():
-        model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
+        model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code, kind=kind)
         ids, refusal = torch.zeros(1, 8, dtype=torch.long), ""
+        options = {"labels": ids, "use_cache": False}
         try:
-            refusal = "" if model.get_output_embeddings() is not None else "it has no head"
-            model(input_ids=ids, labels=ids, use_cache=False)
+            if scores_sequences(model):
+                options = {"labels": ids[:, 0]}
+            elif model.get_output_embeddings() is None:
+                refusal = "it has no head"
+            model(input_ids=ids, **options)
         except Exception as error:  # Of another kind: it needs values.
             is_asking = isinstance(error, (TypeError, ValueError))
             if is_asking and not isinstance(error, ConfigError):
@@ -308,6 +320,11 @@ def model_for_text(hf_config: Any, where: str, *, trusts_code: bool = False) -> 
             f"model: {type(model).__name__} of {where} does not train on text alone: {refusal}"
         )
     return model
+
+
+def scores_sequences(model: Any) -> bool:
+    """Whether the model is a reward model or a classifier, by its class."""
+    return type(model).__name__.endswith(OF_LABELS)
 
 
 def _listed(classes: Any) -> tuple[Any, ...]:
@@ -325,9 +342,11 @@ def towers(model: Any) -> dict[str, nn.Module]:
     """Returns the largest modules with parameters, by name, that are neither the text model nor its
     embedding or head, and that contain none of these."""
     text = text_model_of(model)
-    if text is model:
+    heads = HEADS if scores_sequences(model) else ()
+    if text is model or (heads and model.config.get_text_config() is model.config):
         return {}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends += tuple(getattr(model, name, None) for name in heads)
     own = {id(part) for part in (text, *ends) if part is not None}
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

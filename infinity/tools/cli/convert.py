@@ -215,7 +215,7 @@ def _model_on_meta(config: SwapConfig) -> Any:
 
     config.require("model", "train")
     assert config.model is not None
-    return build_model(plan_model(config.model), config)
+    return build_model(plan_model(config.model, config.train), config)
 
 
 # -- Spread: the shards of a checkpoint over several drives ----------------------------------------

@@ -105,7 +105,7 @@ def machine_for(
 
 def model_of_config(config: JobConfig) -> PlannedModel:
     """Builds the model of a configuration file on meta with transformers; needs no weights."""
-    plan = plan_model(config.model, reads_weights=False)
+    plan = plan_model(config.model, config.train, reads_weights=False)
     return model_of_module(build_model(plan, config), config, plan.hf_config)
 
 

@@ -28,7 +28,7 @@ from infinity.config import SwapConfig
 from infinity.config.hub import in_hub_cache
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError
-from infinity.modules.reading.configuration import config_of_directory
+from infinity.modules.reading.configuration import OF_LABELS, config_of_directory
 from infinity.tools.logprobs import (
     TokenScores,
     check,
@@ -39,10 +39,11 @@ from infinity.tools.logprobs import (
 from infinity.tools.pretrained import choose_config, from_pretrained, with_saved_adapter
 from infinity.tools.scoring.census import Counts, adding, counts_after, watching, write_census
 from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
+from infinity.tools.training.adapter import num_labels_of
 from infinity.tools.training.base_identity import BaseIdentity, identify, sha256_of
+from infinity.tools.training.tokenizers import open_tokenizer
 
 _ROWS_AT_ONCE = 256
-_OF_LABELS = "ForSequenceClassification"  # The class of a reward model, or of a classifier.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,10 +210,13 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     vocab_size = int(hf_config.get_text_config().vocab_size)
     sequences = read_sequences(request.data, directory, vocab_size, request.max_length)
     check(hf_config, [sequence.ids for sequence in sequences], request.top_k, request.layers)
-    has_labels = any(name.endswith(_OF_LABELS) for name in hf_config.architectures or ())
-    if has_labels and (request.top_k or request.layers or request.adapter is not None):
+    num_labels = None if request.adapter is None else num_labels_of(request.adapter)
+    if any(name.endswith(OF_LABELS) for name in hf_config.architectures or ()):
+        num_labels = hf_config.num_labels
+    if num_labels is not None and (request.top_k or request.layers):
         raise ConfigError(
-            f"{directory} scores sequences, not tokens; leave out --top-k, --layers and --adapter"
+            f"{request.adapter or directory} scores sequences, not tokens; leave out --top-k and "
+            "--layers"
         )
     if request.routing is not None and request.routing.exists():
         raise ConfigError(f"--routing {request.routing} exists; remove it, or give another name")
@@ -223,7 +227,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     left = sequences[output.num_done :]
     counts = None if request.routing is None else counts_after(request.output, output.num_done)
     if left:
-        model = _open(request, directory, has_labels=has_labels)
+        model = _open(request, directory, num_labels)
         try:
             total, count, read_nbytes = _score(
                 model, left, request, output, counts, (total, count), note
@@ -246,18 +250,25 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     )
 
 
-def _open(request: Request, directory: Path, *, has_labels: bool) -> Any:
-    """Returns the frozen model in eval mode, with its adapter."""
+def _open(request: Request, directory: Path, num_labels: int | None) -> Any:
+    """Returns the frozen model in eval mode, with its adapter; with `num_labels` one that scores
+    sequences."""
     from transformers import AutoModelForSequenceClassification
 
+    options: dict[str, Any] = {}
+    if num_labels is not None:
+        options = {"model_class": AutoModelForSequenceClassification, "num_labels": num_labels}
+    if num_labels is not None and request.adapter is not None:
+        fast = open_tokenizer(directory).for_records()  # As in training.
+        ids = (fast.pad_token_id, fast.eos_token_id)
+        options["pad_token_id"] = next((token for token in ids if token is not None), None)
     chosen: Any = request.config
     config = SwapConfig.load(chosen) if chosen else choose_config(directory, is_frozen=True)
     if request.adapter is not None:
         config = with_saved_adapter(config, request.adapter)
     model = from_pretrained(
-        directory, config, is_frozen=True,
-        model_class=AutoModelForSequenceClassification if has_labels else None,
-        dtype=request.dtype, trust_remote_code=request.trust_remote_code,
+        directory, config, is_frozen=True, dtype=request.dtype,
+        trust_remote_code=request.trust_remote_code, **options,
     )  # fmt: skip
     return model.eval()
 

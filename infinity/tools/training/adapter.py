@@ -31,7 +31,7 @@ from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfi
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, reporting
 from infinity.modules.reading.adapters import adapter_of, names_of_adapters
-from infinity.modules.reading.configuration import towers
+from infinity.modules.reading.configuration import HEADS, scores_sequences, towers
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import MIB
 from infinity.tools.training.base_identity import (
@@ -152,12 +152,24 @@ def _config(
     model: nn.Module, options: AdapterConfig, base: WeightSource, identity: BaseIdentity
 ) -> Any:
     config = _new_config(model, options) if options.resume is None else _saved_config(options)
+    if options.resume is not None and config.task_type not in (None, _task_of(model)):
+        raise ConfigError(
+            f"the saved adapter {options.resume} is for {config.task_type}, and a "
+            f"{type(model).__name__} is for {_task_of(model)}; merge it into its base and begin a "
+            "new one over that, or use it as it was trained"
+        )
     if options.resume is not None and not options.any_base:
         check_base(options.resume, identity, config.base_model_name_or_path)
     config.base_model_name_or_path = str(base.path)
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
     return config
+
+
+def _task_of(model: nn.Module) -> str | None:
+    if scores_sequences(model):
+        return "SEQ_CLS"  # PEFT trains the heads of these.
+    return "CAUSAL_LM" if hasattr(model, "get_output_embeddings") else None
 
 
 def check_new_adapter(model: Any, options: AdapterConfig) -> None:
@@ -212,6 +224,18 @@ def adapter_nbytes(model: nn.Module, adapter: str) -> int:
     """Returns the bytes of the adapter's parameters, and of experts that are trained beside it."""
     own = sum(tensor.numel() * tensor.element_size() for _, tensor in _trained(model, adapter))
     return own + experts_nbytes(model)
+
+
+def num_labels_of(saved: Path) -> int | None:
+    """Returns the labels of a saved adapter that scores sequences, None for one of another task.
+    Raises ConfigError for a directory without an adapter."""
+    refuse_absent_adapter(saved)
+    if table_of(read_json(saved / CONFIG_NAME), CONFIG_NAME).get("task_type") != "SEQ_CLS":
+        return None
+    with SafetensorsReader(saved / WEIGHTS_NAME) as reader:
+        heads = tuple(f"{PREFIX}{name}." for name in HEADS)
+        rows = [info.shape[0] for name, info in reader.tensors.items() if name.startswith(heads)]
+    return min(rows, default=None)
 
 
 def save_adapter(
@@ -345,7 +369,7 @@ def _new_config(model: nn.Module, options: AdapterConfig) -> Any:
     alpha, beside = options.alpha, [re.escape(name) for name in towers(model)]
     has_factors = bool(options.targets) or options.experts  # Else experts alone are trained.
     return peft.LoraConfig(
-        task_type="CAUSAL_LM" if hasattr(model, "get_output_embeddings") else None,
+        task_type=_task_of(model),
         r=options.rank,
         lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]
         lora_dropout=options.dropout,
@@ -576,7 +600,9 @@ def _is_auto_target(name: str, model: nn.Module) -> bool:
     # The matrices of a state-space mixer are read by its kernel, past their modules.
     is_mixer = any("mamba" in part or "ssm" in part for part in parts)
     rows = int(model.get_submodule(name).weight.shape[0])  # type: ignore[index]
-    return not (is_routed or is_mixer or parts[-1] in ROUTERS or rows == 1)
+    # A head over sequences is trained itself, and so may be what lies between it and the blocks.
+    is_head = scores_sequences(model) and not any(map(str.isdigit, parts))
+    return not (is_routed or is_mixer or is_head or parts[-1] in ROUTERS or rows == 1)
 
 
 def _ends(name: str, ending: str) -> bool:

@@ -319,7 +319,11 @@ def encode_chats(
         "completions": ("input_ids", "completion_mask"),
         "preferences": ("prompt_ids", "chosen_ids", "rejected_ids"),
     }[kind]
-    kept = {name: dataset.features[name] for name in dataset.column_names if name[:4] == "ref_"}
+    kept = {
+        name: dataset.features[name]
+        for name in dataset.column_names
+        if name[:4] in ("ref_", "marg")
+    }
     ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("int8"))
     features = {name: ids if name.endswith("ids") else mask for name in names}
     writers: list[Writer] = []  # Made in the child.

@@ -135,6 +135,8 @@ def identity_of(config: JobConfig, tokens_sha256: str, *, num_ranks: int = 1) ->
     facts["precision.gradients"] = "float32"  # Checkpoints of 0.1 have it; no key any more.
     facts |= {f"data.{key}": table["data"][key] for key in _DATA_KEYS}
     facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
+    if labels := table["train"].get("labels"):
+        facts["train.labels"] = labels
     if distill := table["train"].get("distill"):
         facts |= {f"train.distill.{k}": v for k, v in distill.items() if k != "teacher"}
     if grpo := table["train"].get("grpo"):

@@ -15,6 +15,10 @@ from infinity.tools.training.report import Reporter, Summary, clock_of
 
 Event = Literal["end", "failure", "plateau"]
 
+# Of the hub, for model cards; others generate text.
+_TASKS = dict.fromkeys(("reward", "classify"), "text-classification") | {
+    "diffusion": "text-to-image"
+}
 _PATIENCE_S = 30  # For a command of the user's.
 _PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft", "diffusers")
 
@@ -26,15 +30,17 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
     if summary.interrupted_by and config.checkpoint is not None:
         file = config.source.name if config.source.kind == "file" else "CONFIG"
         found.append((f"infinity train {quote(file)} --resume", "go on"))
-    if summary.export_directory:
-        if config.train.diffusion is not None:
-            call = "load_lora_weights" if config.adapter else "transformer.from_pretrained"
-            found.append((f"pipeline.{call}({str(config.output.directory)!r})", "in diffusers"))
-        else:
-            found.append((f"infinity chat {output}", "talk to it"))
-            found.append((f'infinity generate {output} "..."', "let it continue a text"))
-        if config.adapter is not None and config.train.diffusion is None:
-            base = quote(str(config.model.path))
+    base = quote(str(config.model.path))
+    if summary.export_directory and config.train.diffusion is not None:
+        call = "load_lora_weights" if config.adapter else "transformer.from_pretrained"
+        found.append((f"pipeline.{call}({str(config.output.directory)!r})", "in diffusers"))
+    elif summary.export_directory and config.train.has_head:
+        model = output if config.adapter is None else f"{base} --adapter {output}"
+        found.append((f"infinity score {model} DATA -o scores.jsonl", "score texts"))
+    elif summary.export_directory:
+        found.append((f"infinity chat {output}", "talk to it"))
+        found.append((f'infinity generate {output} "..."', "let it continue a text"))
+        if config.adapter is not None:
             found.append((f"infinity merge {base} {output} -o merged", "base and adapter as one"))
     if summary.checkpoint is not None:
         found.append((f"infinity inspect {output}", "its checkpoints"))
@@ -57,7 +63,7 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
     data = ModelCardData(
         base_model=name,
         library_name="diffusers" if shown else "transformers" if adapter is None else "peft",
-        pipeline_tag="text-to-image" if shown else "text-generation",
+        pipeline_tag=_TASKS.get(config.train.method, "text-generation"),
         tags=tags,
     )
     base = name or ("random weights" if path is None else model_name(path))
@@ -71,6 +77,7 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
     rows = {
         "base": base,
         "trained": how,
+        "labels": ", ".join(train.labels),  # In the order of their numbers.
         "data": f"{files}; {numbers['num_tokens']:,.0f} tokens",
         "steps": f"{summary.resumed_at + numbers['steps_done']:,} of {batch} "
         + (

@@ -26,13 +26,13 @@ from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.ending import versions
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
 from infinity.tools.training.latents import cache_of, measure_images
+from infinity.tools.training.methods import batch_of, measure_prompts, sampler_of
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
-from infinity.tools.training.reinforce import measure_prompts, sampler_of
 from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
-from infinity.tools.training.trainer import batch_of, make_trainer
+from infinity.tools.training.trainer import make_trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,8 @@ def prepare(
     has_text = jobs[0].tokenizer is not None and jobs[0].data.processor is None
     if config.model.path is not None and has_text:
         where, trusts_code = str(config.model.path / "config.json"), config.model.trust_remote_code
-        model_for_text(read[0].hf_config, where, trusts_code=trusts_code)
+        plan = read[0]
+        model_for_text(plan.hf_config, where, trusts_code=trusts_code, kind=plan.model_class)
     return jobs
 
 
@@ -213,7 +214,7 @@ def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer | None, list[int
     if config.train.diffusion is not None:
         Denoising(config)  # Raises for a directory that it cannot train.
         return plan_model(config.model), None, []
-    plan, length = plan_model(config.model), config.data.sequence_length
+    plan, length = plan_model(config.model, config.train), config.data.sequence_length
     if plan.max_positions is not None and length > plan.max_positions:
         raise ConfigError(
             f"data.sequence_length={length} exceeds the model's {plan.max_positions} positions"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -27,13 +28,18 @@ from infinity.errors import ConfigError, StorageError
 from infinity.tools.training.data_files import collect_files, read_utf8
 from infinity.tools.training.images import learned_images, open_processor
 from infinity.tools.training.latents import load_images
-from infinity.tools.training.records import kind_of, load_records, mark_conversations
-from infinity.tools.training.reinforce import load_prompts
+from infinity.tools.training.records import (
+    NEEDS,
+    answers_with_prompts,
+    kind_of,
+    labelled_ids,
+    load_prompts,
+    load_records,
+    mark_conversations,
+)
 from infinity.tools.training.tokenizers import Ids, Tokenizer
 
 _READ_ROWS = 1000  # At a time.
-# What records have for methods that do not learn text.
-_NEEDS = {"dpo": "chosen and rejected", "grpo": "a prompt", "rloo": "a prompt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +80,10 @@ def open_data(
                 f"data.max_bytes limits text; {records[0]} holds records. Leave it out, or write "
                 "fewer records to a file"
             )
-        if texts and train_options.method in _NEEDS:
+        if texts and train_options.method in NEEDS:
             raise ConfigError(
                 f"data.paths: {texts[0]} is text; train.method = "
-                f'"{train_options.method}" learns records with {_NEEDS[train_options.method]}'
+                f'"{train_options.method}" learns records with {NEEDS[train_options.method]}'
             )
         if records and train_options.grpo is not None:
             return load_prompts(records, tokenizer.for_records()), "prompts", records[0]
@@ -162,14 +168,20 @@ def read_records(
     place = str(paths[0])
     if len(paths) > 1:
         place += f" and {len(paths) - 1} more files, counted together"
-    found = load_records(paths, vocab_size=vocab_size)
-    kind = kind_of(found, method=config.train.method, place=place)
+    method, labels, fast = config.train.method, config.train.labels, tokenizer.for_records()
+    if config.data.packing and config.train.has_head:
+        raise ConfigError(
+            f'data.packing: train.method = "{method}" scores each record by itself; expected '
+            "packing = false"
+        )
+    found = load_records(paths, vocab_size=vocab_size, labels=labels)
+    if labels:
+        return labelled_ids(found, fast, config.data.sequence_length), "labelled texts", None
+    kind = kind_of(found, method=method, place=place)
     only = config.data.assistant_only_loss
     if "images" not in found.column_names:
-        made = mark_conversations(
-            found, tokenizer.for_records(), place, kind=kind, assistant_only=only
-        )
-        return made, kind, None
+        made = mark_conversations(found, fast, place, kind=kind, assistant_only=only)
+        return answers_with_prompts(made) if method == "reward" else made, kind, None
     if config.data.packing:
         raise ConfigError(
             f"data.packing: {place} holds records with images, which TRL does not pack; expected "
@@ -201,6 +213,8 @@ def measure(dataset: Any, files: Sequence[TokenFile], length: int) -> tuple[int,
         name for name in sorted(dataset.column_names) if name == "labels" or name.endswith("_ids")
     ]
     sha256, count, largest = hashlib.sha256(), 0, 0
+    for name in {"label", "margin"} & {*dataset.column_names}:
+        sha256.update(json.dumps(dataset[name][:]).encode())
     for rows in dataset.select_columns(columns).with_format("arrow").iter(_READ_ROWS):
         for name in columns:
             column = rows.column(name).combine_chunks()

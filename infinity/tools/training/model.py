@@ -15,10 +15,12 @@ from infinity.config import JobConfig, Model, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.hub import in_hub_cache
 from infinity.config.schema import changed
+from infinity.config.schema.train import Train
 from infinity.config.values import Capacity
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import (
     CLASS_NAME,
+    OF_LABELS,
     auto_class,
     check_numbers,
     check_sides,
@@ -46,11 +48,13 @@ _C = TypeVar("_C", bound=SwapConfig)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
     """A configuration of transformers, or the table of config.json of diffusers, and for a
-    checkpoint its weights, of which none is read yet."""
+    checkpoint its weights, of which none is read yet. `model_class`: the automatic class of a model
+    that scores sequences; None for any other."""
 
     hf_config: Any
     weights: WeightSource | None
     path: Path | None
+    model_class: Any = None
 
     @property
     def kind(self) -> str:
@@ -69,8 +73,11 @@ class ModelPlan:
         return getattr(self.hf_config.get_text_config(), "max_position_embeddings", None)
 
 
-def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
-    """Reads the configuration and, with `reads_weights`, the headers of the weights.
+def plan_model(
+    model: Model, train: Train | None = None, *, reads_weights: bool = True
+) -> ModelPlan:
+    """Reads the configuration and, with `reads_weights`, the headers of the weights. `train` may
+    ask for a head over sequences.
 
     Raises ConfigError for a directory or table that transformers cannot use, and CorruptionError
     for weight files that contradict each other.
@@ -78,24 +85,48 @@ def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
     require_transformers("[model]")
     if model.path is None:
         assert model.config is not None
-        return ModelPlan(hf_config=config_of_table(model.config), weights=None, path=None)
+        hf_config = config_of_table(model.config)
+        kind = _headed(hf_config, train, "[model.config]")
+        return ModelPlan(hf_config=hf_config, weights=None, path=None, model_class=kind)
     trusts_code = model.trust_remote_code
     if (table := table_of_denoiser(model.path)) is not None:
         weights = weight_source(model.path) if reads_weights else None
         return ModelPlan(hf_config=table, weights=weights, path=model.path)
     hf_config = config_of_directory(model.path, trusts_code=trusts_code)
     # Before weights are looked for.
-    auto_class(hf_config, str(model.path / "config.json"), trusts_code=trusts_code)
+    kind = _headed(hf_config, train, str(model.path / "config.json"), trusts_code=trusts_code)
     weights = weight_source(model.path) if reads_weights else None
     if weights is not None:
         longest = max((side for name in weights.names() for side in weights.shape(name)), default=0)
         file = model.path / "config.json"
         check_sides(table_of_file(file), longest, f"model.path: {file}: ")
-    return ModelPlan(hf_config=hf_config, weights=weights, path=model.path)
+    return ModelPlan(hf_config=hf_config, weights=weights, path=model.path, model_class=kind)
+
+
+def _headed(hf_config: Any, train: Train | None, where: str, *, trusts_code: bool = False) -> Any:
+    """Gives the configuration the labels that `train` asks for. Returns the class of a model that
+    scores sequences, or None. Raises ConfigError if transformers has no such class, and for a
+    head that knows other labels."""
+    scores = train is not None and train.has_head
+    kind = auto_class(hf_config, where, trusts_code=trusts_code, scores=scores)
+    if train is None or not scores:
+        return None
+    is_scorer = any(name.endswith(OF_LABELS) for name in hf_config.architectures or ())
+    known = list(hf_config.id2label.values())
+    if is_scorer and train.labels and known[0] != "LABEL_0" and known != [*train.labels]:
+        raise ConfigError(
+            f"train.labels: the head of {where} knows {', '.join(known)}, in this order"
+        )
+    hf_config.num_labels = len(train.labels) or 1
+    if train.labels:
+        hf_config.id2label = dict(enumerate(train.labels))
+        hf_config.label2id = {name: number for number, name in enumerate(train.labels)}
+        hf_config.problem_type = "single_label_classification"
+    return kind
 
 
 def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig] = ()) -> Any:
-    """Builds the causal LM on meta, with real buffers, for `infinity.offload`; with `[adapter]`,
+    """Builds the model on meta, with real buffers, for `infinity.offload`; with `[adapter]`,
     the adapter around it, which has memory and values, and those of `others` beside it.
 
     Towers beside the text model are frozen. Checks every name and shape of the checkpoint against
@@ -111,7 +142,8 @@ def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig
     if isinstance(plan.hf_config, dict):
         model = empty_denoiser(plan.hf_config, dtype, where)
     else:
-        model = empty_model(plan.hf_config, dtype, where, trusts_code=trusts_code)
+        chosen, made = plan.model_class, plan.hf_config
+        model = empty_model(made, dtype, where, trusts_code=trusts_code, kind=chosen)
     for tower in towers(model).values():
         tower.requires_grad_(False)
     if getattr(model, "loss_type", "") is None:
@@ -127,7 +159,8 @@ def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig
         beside = [(c.adapter, c.model.seed) for c in others if c.adapter and c.model]
         model = attach_adapter(model, config.adapter, *beside, base=plan.weights, seed=seed)
         refuse_tokens_of_head(model)
-        if config.train.method not in ("sft", "distill") and CHOSEN.get(model):
+        has_reference = config.train.method not in ("sft", "distill", "reward", "classify")
+        if has_reference and CHOSEN.get(model):
             raise ConfigError(
                 f'train.method: "{config.train.method}" may compare with the model without its '
                 "adapter, which would have the experts that are trained in full; expected "
@@ -142,10 +175,11 @@ def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = Fal
     weights."""
     trusts_code = config.model is not None and config.model.trust_remote_code
     where, hf_config = str(path / "config.json"), config_of_directory(path, trusts_code=trusts_code)
+    kind = _headed(hf_config, config.train, where, trusts_code=trusts_code)
     if has_images:
         model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
     else:
-        model = model_for_text(hf_config, where, trusts_code=trusts_code)
+        model = model_for_text(hf_config, where, trusts_code=trusts_code, kind=kind)
     if config.train is not None and config.train.activation_checkpointing:
         checkpoint_activations(model)
     if config.adapter is not None and config.adapter.resume is None:

@@ -59,6 +59,7 @@ from infinity.tools.training.adapter import name_of, save_adapter, without_renam
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
 from infinity.tools.training.ending import Event, model_card, next_commands, notify
 from infinity.tools.training.job import Job, prepare
+from infinity.tools.training.methods import batch_of
 from infinity.tools.training.model import generate, reference_path, share_budgets
 from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
 from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
@@ -74,7 +75,7 @@ from infinity.tools.training.report import (
     write_summary,
 )
 from infinity.tools.training.settle import choices, lines_of, settle
-from infinity.tools.training.trainer import batch_of, require_trackers
+from infinity.tools.training.trainer import require_trackers
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
 _DIGEST_SHARE = 0.01  # Of the time: what digests of the state may take.

@@ -35,12 +35,20 @@ from infinity.tools.training.images import place_images
 
 _log = logging.getLogger("infinity")
 
+# The records of methods that learn no text files, in words.
+NEEDS: dict[str, str] = {
+    "dpo": "chosen and rejected",
+    "reward": "chosen and rejected",
+    "classify": "text and label",
+    "grpo": "a prompt",
+    "rloo": "a prompt",
+}
 MASKS = ("labels", "assistant_masks", "completion_mask", "seq_lengths")
 
-Kind = Literal["conversations", "completions", "preferences", "texts", "tokens"]
+Kind = Literal["conversations", "completions", "preferences", "texts", "tokens", "labelled texts"]
 _KindColumns: TypeAlias = tuple[Kind, tuple[str, ...], tuple[str, ...]]
 _TEMPLATE = ("tools", "functions", "chat_template_kwargs", "system")
-_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
+_NUMBERS = ("ref_chosen_logps", "ref_rejected_logps", "margin")
 _ALPACA = ("instruction", "input", "history")
 # The columns that make a kind, the first that fits, and those that it takes beside them. `_REFUSED`
 # are refused beside them, and all others are left out: ultrachat_200k has `prompt` beside messages.
@@ -48,7 +56,7 @@ _KINDS: tuple[_KindColumns, ...] = (
     ("tokens", ("input_ids",), (*MASKS, "attention_mask")),
     (
         "preferences", ("chosen", "rejected"),
-        ("prompt", "messages", "conversations", *_ALPACA, *_LOGPS, *_TEMPLATE),
+        ("prompt", "messages", "conversations", *_ALPACA, *_NUMBERS, *_TEMPLATE),
     ),
     ("completions", ("prompt", "completion"), (*_TEMPLATE, *IMAGE_COLUMNS)),
     ("conversations", ("messages",), (*_TEMPLATE, *IMAGE_COLUMNS)),
@@ -70,10 +78,13 @@ _OPTIONAL = ("tools", "chat_template_kwargs")
 _FORM = 2  # Of the tables in the cache of `datasets`. Raise it when a record becomes another one.
 
 
-def load_records(paths: Sequence[Path], *, vocab_size: int | None = None) -> Any:
+def load_records(
+    paths: Sequence[Path], *, vocab_size: int | None = None, labels: tuple[str, ...] = ()
+) -> Any:
     """Returns one `datasets.Dataset` of all files, in their order, with the columns of their kind.
 
     vocab_size: that of the model, with which records of token ids are compared
+    labels: the names of labels; then records are texts with a `label`, which becomes its number
     Raises ConfigError that names the file, and the line or the record.
     """
     import datasets
@@ -81,13 +92,13 @@ def load_records(paths: Sequence[Path], *, vocab_size: int | None = None) -> Any
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    first = next(_read(paths, vocab_size), None)
+    first = next(_read(paths, vocab_size, labels), None)
     if first is None:
         empty = next((path for path in paths if path.is_file() and not path.stat().st_size), None)
         if empty is not None:
             raise ConfigError(f"data.paths: {empty} is empty; expected records: {_ALL_COLUMNS}")
         raise ConfigError(f"data.paths: {paths[0]} has no records ({len(paths)} files in all)")
-    options = {"paths": tuple(map(str, paths)), "vocab_size": vocab_size}
+    options = {"paths": tuple(map(str, paths)), "vocab_size": vocab_size, "labels": labels}
     stamps = {"stamps": tuple(stamp_of(path) for path in paths), "form": _FORM}
     try:
         found = datasets.Dataset.from_generator(
@@ -105,6 +116,32 @@ def load_records(paths: Sequence[Path], *, vocab_size: int | None = None) -> Any
     return found.select_columns(used)
 
 
+def load_prompts(paths: Sequence[Path], tokenizer: Any) -> Any:
+    """Returns a `datasets.Dataset` of the rows of all files: `prompt`, a text or messages, and
+    columns for rewards. Gives a tokenizer without a chat template ChatML. Raises ConfigError that
+    names the first record without a prompt."""
+    import datasets
+    import pyarrow
+
+    rows: list[Row] = []
+    for path in paths:
+        for number, row in enumerate(read_rows(path, list), 1):
+            at, prompt = f"data.paths: {path}: record {number}", row.get("prompt")
+            check_values(row, at)
+            if isinstance(prompt, list):
+                tokenizer.chat_template = tokenizer.chat_template or CHATML
+                rows.append(row | {"prompt": messages_of(prompt, at, "prompt")})
+            else:
+                rows.append(row | {"prompt": text_of(prompt, f"{at}: prompt")})
+    names = dict.fromkeys(name for row in rows for name in row)  # Not each record has all.
+    try:
+        return datasets.Dataset.from_dict({n: [row.get(n) for row in rows] for n in names})
+    except (TypeError, pyarrow.ArrowInvalid) as error:
+        raise ConfigError(
+            f"data.paths: the records of {paths[0]} have columns of several kinds: {error}"
+        ) from error
+
+
 def needed_columns(columns: Sequence[str]) -> list[str]:
     """Returns the columns that a record of these columns needs; of no kind all of them."""
     fitting = _fitting_kind(columns)
@@ -117,9 +154,11 @@ def needed_columns(columns: Sequence[str]) -> list[str]:
 def kind_of(dataset: Any, *, method: str, place: str) -> Kind:
     """Returns the kind of records by their columns. Raises ConfigError for other columns, and for
     a kind that `train.method` cannot learn."""
-    kind = kind_of_columns(dataset.column_names, place)
-    if (kind == "preferences") != (method == "dpo"):
-        remedy = "expected chosen and rejected" if method == "dpo" else 'set train.method = "dpo"'
+    kind, remedy = kind_of_columns(dataset.column_names, place), ""
+    if (kind == "preferences") != (method in ("dpo", "reward")):
+        remedy = 'set train.method = "dpo" or "reward"'
+        if kind != "preferences":
+            remedy = "expected chosen and rejected"
         raise ConfigError(
             f'data.paths: {place} holds {kind}, which train.method = "{method}" does not learn; '
             f"{remedy}"
@@ -170,6 +209,27 @@ def mark_conversations(
     return made.remove_columns("record")
 
 
+def answers_with_prompts(dataset: Any) -> Any:
+    """Returns preferences of messages with the tokens of the prompt in each answer, which TRL's
+    reward trainer scores as a whole."""
+    if "prompt_ids" not in dataset.column_names:
+        return dataset
+
+    def join(row: Row) -> Row:
+        return {name: row["prompt_ids"] + row[name] for name in ("chosen_ids", "rejected_ids")}
+
+    return dataset.map(join, remove_columns=["prompt_ids"])
+
+
+def labelled_ids(dataset: Any, tokenizer: Any, length: int) -> Any:
+    """Returns texts with labels as token ids, each cut to `length`."""
+
+    def encode(rows: dict[str, list[str]]) -> Any:
+        return tokenizer(rows["text"], truncation=True, max_length=length)
+
+    return dataset.map(encode, batched=True, remove_columns=["text"])
+
+
 def has_messages(dataset: Any) -> bool:
     """Whether its records have messages, which lie in it as JSON."""
     from datasets import Json
@@ -181,11 +241,11 @@ def has_messages(dataset: Any) -> bool:
 
 
 def _generate(
-    paths: Sequence[str], vocab_size: int | None, stamps: Any, form: int
+    paths: Sequence[str], vocab_size: int | None, labels: tuple[str, ...], stamps: Any, form: int
 ) -> Iterator[Row]:
     """Yields the rows of the table. `stamps` and `form` tell tables in the cache apart."""
     assert stamps and form == _FORM
-    for record in _read([Path(path) for path in paths], vocab_size):
+    for record in _read([Path(path) for path in paths], vocab_size, labels):
         is_json = {name for name, value in record.items() if _is_json(name, value)}
         yield (
             {"images": []}
@@ -200,7 +260,8 @@ def _generate(
 def _features(record: Row) -> Any:
     from datasets import Features, Json, List, Value
 
-    kinds = {str: Value("string"), float: Value("float64"), list: List(Value("int64"))}
+    kinds: dict[type, Any] = {str: Value("string"), float: Value("float64"), int: Value("int64")}
+    kinds[list] = List(Value("int64"))
     found = {
         name: Json() if _is_json(name, value) else kinds[type(value)]
         for name, value in record.items()
@@ -215,19 +276,19 @@ def _is_json(name: str, value: Any) -> bool:
     )
 
 
-def _read(paths: Sequence[Path], vocab_size: int | None) -> Iterator[Row]:
+def _read(paths: Sequence[Path], vocab_size: int | None, labels: tuple[str, ...]) -> Iterator[Row]:
     """Yields the records of all files as their table has them, all of one kind."""
     first: tuple[Kind, str] | None = None
     for path in paths:
         is_empty = path.is_file() and not path.stat().st_size
         if is_empty and path.suffix.lower() in (".parquet", ".pq"):
             raise ConfigError(f"data.paths: {path} is empty; expected records: {_ALL_COLUMNS}")
-        for number, row in enumerate(read_rows(path, needed_columns), 1):
+        for number, row in enumerate(read_rows(path, list if labels else needed_columns), 1):
             at = f"data.paths: {path}: record {number}"
             if number == 1:
                 kind_of_columns(list(row), str(path))
             folder = path if path.is_dir() else path.parent
-            kind, record = _record_of(row, at, vocab_size, folder)
+            kind, record = _record_of(row, at, vocab_size, folder, labels)
             own = (
                 kind,
                 ", ".join(
@@ -245,8 +306,13 @@ def _read(paths: Sequence[Path], vocab_size: int | None) -> Iterator[Row]:
             yield record
 
 
-def _record_of(row: Row, at: str, vocab_size: int | None, folder: Path) -> tuple[Kind, Row]:
+def _record_of(
+    row: Row, at: str, vocab_size: int | None, folder: Path, labels: tuple[str, ...] = ()
+) -> tuple[Kind, Row]:
     """Returns the kind of a record of a file in `folder`, and the record as its table has it."""
+    if labels:
+        label = _label_of(row.get("label"), labels, f"{at}: label")
+        return "labelled texts", {"text": text_of(row.get("text"), f"{at}: text"), "label": label}
     fields = {name: value for name, value in row.items() if value is not None}
     columns = list(fields) if _fitting_kind(list(fields)) is not None else list(row)
     kind, wanted, beside = _kind_columns(columns, f"{at} and those like it")
@@ -319,7 +385,9 @@ def _completion(record: Row, at: str) -> Row:
 
 
 def _preference(record: Row, at: str) -> Row:
-    found: Row = {name: _number(record[name], f"{at}: {name}") for name in _LOGPS if name in record}
+    found: Row = {
+        name: _number(record[name], f"{at}: {name}") for name in _NUMBERS if name in record
+    }
     answers = {name: record.get(name) for name in ("chosen", "rejected")}
     prompt, messages = record.get("prompt"), _messages_of_prompt(record, at)
     others = {"prompt", "messages", "conversations"}
@@ -371,6 +439,18 @@ def _answer(value: Any, at: str, name: str) -> list[Message]:
     messages = answer_of(value, at, name)
     refuse_weights(messages, at, name)
     return messages
+
+
+def _label_of(value: Any, labels: tuple[str, ...], at: str) -> int:
+    """Returns the number of a label, which a record has by that or by its name."""
+    if value in labels:
+        return labels.index(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(labels):
+        return int(value)
+    raise ConfigError(
+        f"{at}: expected one of train.labels ({', '.join(labels)}), or a number from 0 to "
+        f"{len(labels) - 1}; got {value!r}"
+    )
 
 
 def _number(value: Any, at: str) -> float:

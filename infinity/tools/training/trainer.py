@@ -40,14 +40,15 @@ from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.divergence import give_head, taught
 from infinity.tools.training.job_data import JobData, check_amount
 from infinity.tools.training.latents import cache_of, collate
-from infinity.tools.training.metrics import digest, digests_of_rows
-from infinity.tools.training.ranks import JobRank
-from infinity.tools.training.reinforce import (
-    arguments_of,
+from infinity.tools.training.methods import (
     give_reference,
     measuring,
     rewards_of,
+    trainer_arguments,
+    trainer_class,
 )
+from infinity.tools.training.metrics import digest, digests_of_rows
+from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.report import Step
 from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import Tokenizer
@@ -102,119 +103,6 @@ def require_trackers(names: tuple[str, ...]) -> None:
         )
 
 
-def trainer_arguments(config: JobConfig, data: JobData) -> Any:
-    """Returns the arguments of TRL's trainer for `[train]`, `[optimizer]` and `[data]`.
-
-    Raises ConfigError for a micro-batch that does not divide the batch.
-    """
-    import trl
-    from transformers import TrainingArguments
-
-    train = config.train
-    batch_size, accumulation = batch_of(config)
-    options: dict[str, Any] = {
-        "output_dir": str(config.output.directory),
-        "max_steps": train.steps or -1,
-        "num_train_epochs": train.epochs or 1.0,
-        "per_device_train_batch_size": batch_size,
-        "per_device_eval_batch_size": batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "learning_rate": config.optimizer.lr,
-        **_schedule(config),
-        "max_grad_norm": 0.0,  # The optimizer clips.
-        "seed": train.seed,
-        "data_seed": config.data.seed,
-        "train_sampling_strategy": "random" if config.data.shuffle else "sequential",
-        "logging_steps": train.log_every,
-        "logging_first_step": True,
-        "logging_nan_inf_filter": False,
-        "eval_strategy": "steps" if train.eval_every else "no",
-        "eval_steps": train.eval_every or None,
-        "save_strategy": "no",  # `infinity.tools.training.program` saves.
-        "metric_for_best_model": "loss",
-        "greater_is_better": False,
-        "restore_callback_states_from_checkpoint": True,
-        "report_to": list(train.report_to),
-        "project": "infinity",  # Of trackio. W&B reads WANDB_PROJECT.
-        "run_name": train.run_name or config.output.directory.name,
-        "use_cpu": config.tiers.device.kind == "cpu" or not torch.cuda.is_available(),
-        "bf16": False,  # The precision is the model's.
-        name_of_checkpointing(): False,  # The model was built with it.
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    most: dict[str, Any] = {"max_length": config.data.sequence_length}
-    made: Any
-    if train.diffusion is not None:
-        made = TrainingArguments(**options, remove_unused_columns=False, label_names=["moments"])
-    elif train.grpo is not None:
-        kind = trl.GRPOConfig if train.method == "grpo" else trl.RLOOConfig
-        made = kind(**options, **arguments_of(train.grpo, config))
-    elif train.method == "dpo":
-        made = trl.DPOConfig(**options, **most, beta=train.dpo_beta)
-    else:
-        if data.is_ready:
-            options |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
-            options |= {"remove_unused_columns": False}
-        made = trl.SFTConfig(
-            **options,
-            **most,
-            packing=config.data.packing and not data.is_ready,
-            completion_only_loss=_learns_completions(config, data),
-            assistant_only_loss=data.processor is not None
-            and config.data.assistant_only_loss
-            and "messages" in data.train.column_names,
-        )
-    if made.n_gpu > 1:  # One process uses one GPU, where Trainer would take all that it sees.
-        vars(made)["_n_gpu"] = 1
-    return made
-
-
-def name_of_checkpointing() -> str:
-    """Returns the argument of a trainer that asks for checkpointing of activations."""
-    import trl
-
-    names = ("activation_checkpointing", "gradient_checkpointing")  # Up to transformers 5.22.
-    return next(name for name in names if name in trl.SFTConfig.__dataclass_fields__)
-
-
-def _learns_completions(config: JobConfig, data: JobData) -> bool | None:
-    """Returns whether a loss is over completions only; None lets TRL tell by the records, which it
-    cannot where they are token ids with `completion_mask`."""
-    if not config.data.assistant_only_loss:
-        return False
-    parts = [data.train] if data.held_out is None else [data.train, data.held_out]
-    return True if any("completion_mask" in part.column_names for part in parts) else None
-
-
-def batch_of(config: JobConfig) -> tuple[int, int]:
-    """Returns (sequences of a micro-batch, micro-batches of a step)."""
-    train, most = config.train, config.schedule.micro_batch
-    if most is None or most >= train.batch_size:
-        return train.batch_size, train.gradient_accumulation_steps
-    if train.batch_size % most:
-        raise ConfigError(
-            f"schedule.micro_batch: expected a divisor of train.batch_size={train.batch_size}; "
-            f"got {most}"
-        )
-    return most, train.gradient_accumulation_steps * (train.batch_size // most)
-
-
-def _schedule(config: JobConfig) -> dict[str, Any]:
-    """Returns the arguments of transformers' `get_scheduler`."""
-    train, ratio = config.train, config.train.min_lr_ratio
-    options: dict[str, Any] = {"warmup_steps": train.warmup_steps}
-    if train.schedule == "constant":
-        return options | {"lr_scheduler_type": "constant_with_warmup"}
-    if not ratio:
-        return options | {"lr_scheduler_type": train.schedule}
-    if train.schedule == "cosine":
-        name, more = "cosine_with_min_lr", {"min_lr_rate": ratio}
-    else:
-        name, more = "polynomial", {"power": 1.0, "lr_end": ratio * config.optimizer.lr}
-    return options | {"lr_scheduler_type": name, "lr_scheduler_kwargs": more}
-
-
 def make_trainer(
     config: JobConfig,
     model: Any,
@@ -230,17 +118,18 @@ def make_trainer(
     Raises ConfigError for data that TRL refuses, and for too little of it.
     """
     import trl
-    from transformers import EarlyStoppingCallback, PrinterCallback, Trainer
+    from transformers import EarlyStoppingCallback, PrinterCallback
 
     grpo = config.train.grpo
-    own: dict[str, Any] = {} if grpo is None else {"reward_funcs": rewards_of(grpo)}
-    names = {"dpo": "DPOTrainer", "grpo": "GRPOTrainer", "rloo": "RLOOTrainer"}
-    base = getattr(trl, names.get(config.train.method, "SFTTrainer"))
-    if tokenizer is None:
-        base = Trainer
-        own["data_collator"] = partial(collate, cache_of(config))
+    base = trainer_class(config.train.method)
     kind = type(base.__name__, (RunTrainer, base), {"__module__": base.__module__})
     processing: Any = data.processor or (tokenizer and tokenizer.for_records())
+    if config.train.has_head:  # Which finds the end of a sequence by this token.
+        processing.pad_token = processing.pad_token or processing.eos_token
+        model.config.get_text_config().pad_token_id = processing.pad_token_id
+    own: dict[str, Any] = {} if grpo is None else {"reward_funcs": rewards_of(grpo)}
+    if tokenizer is None:
+        own["data_collator"] = partial(collate, cache_of(config))
     if reference is not None and config.train.method == "dpo":
         own["ref_model"] = reference
     if data.is_ready:
@@ -265,6 +154,8 @@ def make_trainer(
         give_reference(trainer, reference, grpo.beta)
     if config.train.method == "distill":
         give_head(model if config.adapter is None else model.get_base_model())
+    if config.train.method == "classify":  # A head's loss is a mean whatever it is told, and
+        trainer.model_accepts_loss_kwargs = False  # Trainer would add up those of a step.
     trainer.remove_callback(PrinterCallback)
     if data.is_ready:  # Text has no special tokens that the model's would be aligned with.
         trainer.processing_class = None
