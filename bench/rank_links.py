@@ -34,11 +34,8 @@ def main() -> None:
     parser.add_argument("--rate", type=int, help="MB/s of a socket")
     parser.add_argument("--turns", type=int, default=15)
     words = parser.parse_args()
-    listeners = [socket.create_server(("127.0.0.1", 0), backlog=8) for _ in range(2)]
-    peers = [
-        Peer(rank, "here", rank, "127.0.0.1", each.getsockname()[1], bytes(32))
-        for rank, each in enumerate(listeners)
-    ]
+    listeners, places = zip(*(connecting.listen("127.0.0.1", 8) for _ in range(2)), strict=True)
+    peers = [Peer(rank, "here", rank, place, bytes(32)) for rank, place in enumerate(places)]
     context = multiprocessing.get_context("fork")
     other = context.Process(target=run, args=(1, peers, listeners[1], words))
     other.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,13 +14,13 @@ from typing import Any
 import torch.distributed as dist
 
 from infinity.distributed.wire.addresses import (
-    LOOPBACK,
+    UNIX,
     Machine,
     choose_address,
     refusal,
     this_machine,
 )
-from infinity.distributed.wire.connecting import Meeting, allow_sockets
+from infinity.distributed.wire.connecting import Meeting, allow_sockets, listen
 from infinity.distributed.wire.failures import tell_of_uncaught_exceptions
 from infinity.distributed.wire.node_memory import NodeMemory, OwnMemory, map_memory
 from infinity.distributed.wire.protocol import Peer, Purpose
@@ -115,7 +114,7 @@ def join(store: Any, rank: int, of_job: Sequence[int], timeout_s: float) -> Rank
     """
     meeting, is_over = Meeting(store, rank, of_job), False
     try:
-        # A rank that comes late finds word of a failure in the store before this port is closed.
+        # A rank that comes late finds word of a failure in the store before this listener ends.
         with ExitStack() as failed, meeting.ending_together():
             remedy = "; distributed.timeout_s waits longer"
             machines = meeting.all_gather("machines", this_machine(), timeout_s, remedy)
@@ -189,7 +188,7 @@ def _connect(
     timeout_s: float,
     failed: ExitStack,
 ) -> PeerTransport:
-    """Returns open links between the ranks. `failed` closes the port if they are not."""
+    """Returns open links between the ranks. `failed` ends the listener if they are not."""
     few = ""
     try:
         allow_sockets(len(machines))
@@ -198,11 +197,10 @@ def _connect(
     address = choose_address(rank, machines)
     # Strangers may connect before any rank is admitted.
     backlog = len(Purpose) * len(machines) + _STRANGERS
-    listener = socket.create_server((address or LOOPBACK, 0), backlog=backlog)
+    listener, place = listen(address or UNIX, backlog)
     failed.callback(listener.close)
-    port, secret = listener.getsockname()[1], secrets.token_bytes(32)
-    host = machines[rank].host
-    me = Peer(rank, host, os.getpid(), address, port, secret, of_job[rank])
+    secret, host = secrets.token_bytes(32), machines[rank].host
+    me = Peer(rank, host, os.getpid(), place if address else None, secret, of_job[rank])
     # All ranks are here: only one that is stuck or gone since then does not come.
     of_all = meeting.all_gather("peers", (me, few), SILENCE_S)
     peers, refusals = zip(*of_all, strict=True)

@@ -83,7 +83,7 @@ def _train(rank: int, cases: list[Case]) -> list[tuple[Any, str, int]]:
     def noted(*arguments: Any, **options: Any) -> Any:
         topology = find(*arguments, **options)
         assert topology is not None
-        found.append((topology.links.peers[rank].address, topology.node_count))
+        found.append((topology.links.peers[rank].address[0], topology.node_count))
         return topology
 
     build.find_group = noted

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from infinity.distributed.wire import transport as transport_module
+from infinity.distributed.wire.addresses import UNIX
+from infinity.distributed.wire.connecting import listen
 from infinity.distributed.wire.node_memory import NodeMemory, OwnMemory, map_memory
 from infinity.distributed.wire.protocol import HEADER, MOST_RANKS, MessageType, Peer, Purpose
 from infinity.distributed.wire.transport import PeerTransport
@@ -52,14 +54,19 @@ class Shelf:
         self.delivered.append((rank, tensor, dtype, generation, bytes(content)))
 
 
-def make(count: int) -> list[PeerTransport]:
+def make(count: int, address: str = UNIX) -> list[PeerTransport]:
     """Transports of ranks in this process."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    peers = [
-        Peer(rank, "here", rank, "127.0.0.1", each.getsockname()[1], b"%032d" % rank)
-        for rank, each in enumerate(listeners)
-    ]
+    listeners, places = zip(*(listen(address, 8) for _ in range(count)), strict=True)
+    peers = [Peer(rank, "here", rank, place, b"%032d" % rank) for rank, place in enumerate(places)]
     return [PeerTransport(rank, peers, listener) for rank, listener in enumerate(listeners)]
+
+
+def stranger_to(peer: Peer) -> socket.socket:
+    """A connection of another program, which may know the address of a rank."""
+    family = socket.AF_UNIX if isinstance(peer.address, bytes) else socket.AF_INET
+    connection = socket.socket(family)
+    connection.connect(peer.address)
+    return connection
 
 
 def open_all(
@@ -100,10 +107,11 @@ def collective_section(functions: Iterable[object]) -> None:
         assert not thread.is_alive()
 
 
-@pytest.fixture(params=["sockets", "memory"])
+@pytest.fixture(params=["sockets", "tcp", "memory"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[list[PeerTransport], list[Shelf]]]:
     memories = shared_memories(2) if request.param == "memory" else None
-    transport, shelves = make(2), [Shelf(), Shelf()]
+    transport = make(2, "127.0.0.1" if request.param == "tcp" else UNIX)
+    shelves = [Shelf(), Shelf()]
     open_all(transport, shelves, memories)
     yield transport, shelves
     collective_section([each.close for each in transport])
@@ -144,10 +152,11 @@ def test_a_control_message_does_not_wait_for_gradients_without_space(
     room.set()
 
 
-def test_connections_of_other_programs_are_refused() -> None:
-    transport = make(2)
+@pytest.mark.parametrize("address", [UNIX, "127.0.0.1"])
+def test_connections_of_other_programs_are_refused(address: str) -> None:
+    transport = make(2, address)
     mine = transport[0].peers[0]
-    stranger = socket.create_connection((mine.address, mine.port))
+    stranger = stranger_to(mine)
     stranger.sendall(HEADER.pack(MessageType.HELLO, 1, 0, 0, 32) + b"a guess".ljust(32))
     collective_section([each.open for each in transport])
     stranger.settimeout(TIME_LIMIT_S)
@@ -156,10 +165,11 @@ def test_connections_of_other_programs_are_refused() -> None:
     collective_section([each.close for each in transport])
 
 
-def test_silent_and_slow_clients_do_not_delay_a_start() -> None:
-    transport = make(2)
+@pytest.mark.parametrize("address", [UNIX, "127.0.0.1"])
+def test_silent_and_slow_clients_do_not_delay_a_start(address: str) -> None:
+    transport = make(2, address)
     mine = transport[0].peers[0]
-    silent = [socket.create_connection((mine.address, mine.port)) for _ in range(5)]
+    silent = [stranger_to(mine) for _ in range(5)]
     hello = HEADER.pack(MessageType.HELLO, 1, 0, 0, 32)
     for number, each in enumerate(silent):
         each.sendall(hello[:number])
@@ -178,7 +188,7 @@ def test_one_deadline_bounds_all_connections(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(transport_module, "SILENCE_S", 1.0)
     first, second = make(2)
     me, is_over = first.peers[0], threading.Event()
-    slow = [socket.create_connection((me.address, me.port)) for _ in range(3)]
+    slow = [stranger_to(me) for _ in range(3)]
 
     def speak() -> None:
         for byte in HEADER.pack(MessageType.HELLO, 1, 0, 0, 32):

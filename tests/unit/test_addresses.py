@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.distributed.wire.addresses import (
-    LOOPBACK,
+    UNIX,
     Machine,
     choose_address,
     own_address,
@@ -27,8 +27,8 @@ def route(address: str) -> str:
 
 
 def test_ranks_of_one_network_use_the_loopback_interface() -> None:
-    assert choose_address(0, [A, A], route) == LOOPBACK
-    assert choose_address(1, [A, Machine("other name", "boot-a", 1, "10.0.0.7")], route) == LOOPBACK
+    assert choose_address(0, [A, A], route) == UNIX
+    assert choose_address(1, [A, Machine("other name", "boot-a", 1, "10.0.0.7")], route) == UNIX
 
 
 def test_machines_of_one_name_are_two_and_reach_each_other_by_their_addresses() -> None:
@@ -57,16 +57,16 @@ def test_a_loopback_address_is_never_announced_to_another_machine() -> None:
 @given(st.lists(st.sampled_from([A, Machine("b", "boot-b", 1, "10.0.0.2")]), min_size=1))
 def test_all_ranks_agree_on_whether_the_loopback_interface_is_used(machines: list[Machine]) -> None:
     chosen = {choose_address(rank, machines, route) for rank in range(len(machines))}
-    assert (LOOPBACK in chosen) == (chosen == {LOOPBACK}) == (len(set(machines)) == 1)
+    assert (UNIX in chosen) == (chosen == {UNIX}) == (len(set(machines)) == 1)
 
 
 def test_the_named_interface_decides() -> None:
     names = [name for _, name in socket.if_nameindex()]
     if "lo" not in names:
         pytest.skip("this network namespace has no interface lo")
-    assert own_address({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "10.0.0.2"}) == (LOOPBACK, "")
-    assert own_address({"NCCL_SOCKET_IFNAME": "=lo"}) == (LOOPBACK, "")
-    assert own_address({"NCCL_SOCKET_IFNAME": "l"}) == (LOOPBACK, "")
+    assert own_address({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "10.0.0.2"}) == ("127.0.0.1", "")
+    assert own_address({"NCCL_SOCKET_IFNAME": "=lo"}) == ("127.0.0.1", "")
+    assert own_address({"NCCL_SOCKET_IFNAME": "l"}) == ("127.0.0.1", "")
     assert own_address({"NCCL_SOCKET_IFNAME": "^docker", "MASTER_ADDR": "127.0.0.1"}) == ("", "")
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         address, fault = own_address({variable: "nothing0"})

@@ -23,7 +23,7 @@ class Links:
     """Links over which no rank fails."""
 
     def __init__(self) -> None:
-        self.failures = RankFailures(Peer(5, "here", 5, "", 0, b""), 6, {}, silence_s=20.0)
+        self.failures = RankFailures(Peer(5, "here", 5, None, b""), 6, {}, silence_s=20.0)
         self.is_closed = False
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """The machines of the ranks, and the address at which a rank is reached from other machines.
 
-Ranks in one network namespace use the loopback interface. Between machines a rank announces the
+Ranks in one network namespace use UNIX sockets. Between machines a rank announces the
 address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, else the address that
 routes to MASTER_ADDR. On the machine of MASTER_ADDR that is often a loopback address, because
 Debian maps the host's own name to 127.0.1.1 in /etc/hosts; the rank then announces the address that
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LOOPBACK = "127.0.0.1"
+UNIX = "unix"  # In place of an address: sockets of the network namespace, unix(7).
 _SIOCGIFADDR = 0x8915
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _DISCARD_PORT = 9  # Nothing is sent there: connect(2) of a datagram socket chooses a route.
@@ -49,7 +49,7 @@ class Machine:
         return (self.boot, self.host) == (other.boot, other.host)
 
     def is_in_network_of(self, other: Machine) -> bool:
-        """Whether both share a loopback interface."""
+        """Whether both share abstract names of UNIX sockets."""
         return (self.boot, self.network) == (other.boot, other.network)
 
 
@@ -72,13 +72,14 @@ def own_address(environment: Mapping[str, str]) -> tuple[str, str]:
 def choose_address(
     rank: int, machines: Sequence[Machine], route: Callable[[str], str] | None = None
 ) -> str:
-    """Returns the address that a rank announces to the others; "" if none is known.
+    """Returns the address that a rank announces to the others; "" if none is known, UNIX if it
+    needs none.
 
     `machines` by rank. `route(address)`: as `route_to`.
     """
     own, route = machines[rank], route or route_to
     if all(own.is_in_network_of(other) for other in machines):
-        return LOOPBACK
+        return UNIX
     if own.address:
         return own.address
     for other in machines:

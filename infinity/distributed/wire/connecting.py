@@ -25,7 +25,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from infinity.distributed.wire.protocol import HEADER, MessageType, Peer, Purpose
+from infinity.distributed.wire.addresses import UNIX
+from infinity.distributed.wire.protocol import HEADER, Address, MessageType, Peer, Purpose
 from infinity.errors import ConfigError, RankError
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.05  # Between two looks into the store.
@@ -61,19 +62,43 @@ def closed(connections: Iterable[socket.socket]) -> set[socket.socket]:
     return {by_number[number] for number, _ in poll.poll(0)}
 
 
+def listen(address: str, backlog: int) -> tuple[socket.socket, Address]:
+    """Returns a socket that accepts connections at an address of this machine, or, for UNIX, at a
+    name that the kernel chooses; and where other ranks find it."""
+    listener = socket.socket(socket.AF_UNIX if address == UNIX else socket.AF_INET)
+    listener.bind("" if address == UNIX else (address, 0))
+    listener.listen(backlog)
+    return listener, listener.getsockname()
+
+
 def connect_to(peer: Peer, purpose: Purpose, *, rank: int, deadline_s: float) -> socket.socket:
     """Opens a socket of `rank` to a peer. Raises RankError.
 
     `deadline_s` is a time of `time.monotonic`.
     """
     try:
-        left_s = max(0.1, deadline_s - time.monotonic())
-        connection = socket.create_connection((peer.address, peer.port), timeout=left_s)
+        is_unix = isinstance(peer.address, bytes)
+        connection = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET)
+        connection.settimeout(max(0.1, deadline_s - time.monotonic()))
+        _connect(connection, peer, deadline_s)
         _prepare(connection)
         connection.sendall(_hello(peer, rank, purpose))
     except OSError as error:
         raise RankError(peer.number, f"{peer} cannot be reached: {error}") from error
     return connection
+
+
+def _connect(connection: socket.socket, peer: Peer, deadline_s: float) -> None:
+    assert peer.address is not None, "no rank connects before all can be reached"
+    while True:
+        try:
+            connection.connect(peer.address)
+        except BlockingIOError:  # A UNIX socket with a timeout does not wait for a full backlog.
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_FIRST_LOOK_S)
+        else:
+            return
 
 
 def accepted(
@@ -179,7 +204,8 @@ def _hello(server: Peer, rank: int, purpose: Purpose) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if connection.family == socket.AF_INET:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class Meeting:

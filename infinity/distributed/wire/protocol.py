@@ -82,6 +82,10 @@ def purpose_of(kind: MessageType) -> Purpose:
     return Purpose.ASKING if is_word else Purpose.GIVING
 
 
+# Host and port, an abstract name of unix(7), or None for a rank that cannot be reached.
+Address = tuple[str, int] | bytes | None
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """The address of a rank of a group, and its name in error messages."""
@@ -89,8 +93,7 @@ class Peer:
     rank: int
     host: str
     pid: int
-    address: str
-    port: int
+    address: Address
     secret: bytes
     job_rank: int = -1  # Among all ranks of the job. -1: the group has all of them.
 
