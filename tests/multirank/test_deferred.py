@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import time
 import weakref
@@ -21,13 +20,12 @@ from torch import Tensor
 import infinity
 from infinity.distributed.shard_updates import ShardUpdates
 from infinity.distributed.wire import failures
-from infinity.errors import InfinityError, RankError
 from infinity.streaming.updates.unit_update import UnitUpdate
 from tests.support.exhaustive import sampled
 
 from .early_run import counted_updates
 from .models import batch, loss_of
-from .processes import Ranks, run_ranks
+from .processes import run_ranks
 from .work import (
     LR,
     NVME,
@@ -232,78 +230,6 @@ def _takes_all_memory(rank: int) -> int:
 def test_memory_of_updates_comes_back_when_it_is_needed(tmp_path: Path) -> None:
     os.chdir(tmp_path)
     assert all(freed > 0 for freed in run_ranks(2, _takes_all_memory))
-
-
-def _fails(rank: int) -> str:
-    model = offload_case(Case(3), Path())
-    optimizer = infinity.AdamW(model, lr=LR)
-    deferred = infinity.engine_of(model).updater.deferred  # type: ignore[attr-defined]
-
-    def fail(*unused: Any) -> None:
-        raise OSError("of the test")
-
-    if rank == 1:
-        deferred._chunks._update = fail
-    try:
-        for step in range(50):
-            one_step(model, optimizer, rank, Case(3, steps=50), step)
-    except (InfinityError, RankError) as error:
-        infinity.engine_of(model).close()
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def test_an_update_that_fails_ends_all_ranks_and_is_named() -> None:
-    first, second = run_ranks(2, _fails)
-    assert first.startswith("RankError: rank 1 ") and "OSError: of the test" in first
-    assert "of the test" in second
-
-
-def _killed_in_the_middle(rank: int, directory: str) -> None:
-    """A checkpoint after the first step, and a death among the updates after the second."""
-    case = Case(3, NVME, capacity=ROOMY)
-    model = offload_case(case, Path(directory) / "swap")
-    optimizer = infinity.AdamW(model, lr=LR)
-    one_step(model, optimizer, rank, case, 0)
-    infinity.checkpoint.save(f"{directory}/saved", model, optimizer)
-    updated, update = [0], ShardUpdates._update
-
-    def die_after_two(self: ShardUpdates, unit_update: UnitUpdate) -> None:
-        update(self, unit_update)
-        updated[0] += 1
-        if updated[0] == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if rank == 1:
-        ShardUpdates._update = die_after_two  # type: ignore[method-assign]
-    for step in range(1, 50):
-        one_step(model, optimizer, rank, replace(case, steps=50), step)
-
-
-def _go_on(rank: int, directory: str, steps: int) -> dict[str, Tensor]:
-    """Continues with the batches of three ranks, whatever the number of ranks is now."""
-    case = Case(3, NVME, capacity=ROOMY, is_shared=True)
-    model = offload_case(case, Path(directory) / f"again-{dist.get_world_size()}")
-    optimizer = infinity.AdamW(model, lr=LR)
-    loaded = infinity.checkpoint.load(f"{directory}/saved", model, optimizer)
-    assert (loaded.step, loaded.num_ranks) == (1, 3)
-    for step in range(1, 1 + steps):
-        one_step(model, optimizer, rank, case, step)
-    found = read_weights(model)
-    infinity.engine_of(model).close()
-    return found
-
-
-def test_a_rank_that_is_killed_among_its_updates_leaves_the_checkpoint_to_any_number(
-    tmp_path: Path,
-) -> None:
-    with Ranks(3, _killed_in_the_middle, str(tmp_path)) as ranks:
-        outcomes = ranks.outcomes({0, 2})
-    for rank in (0, 2):
-        assert outcomes[rank][1][0].startswith("RankError: rank 1 "), outcomes[rank]
-    [alone] = run_ranks(1, _go_on, str(tmp_path), 2)
-    for found in run_ranks(2, _go_on, str(tmp_path), 2):
-        assert all(torch.equal(found[name], weight) for name, weight in alone.items())
 
 
 def _dropped(rank: int) -> list[str]:

@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.errors import InfinityError, NonFiniteError, SwapLockedError
+from infinity.errors import InfinityError, NonFiniteError
 from infinity.modules.autograd.uses import UnitUses
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support import models
@@ -443,44 +443,6 @@ class Interrupted(BaseException):
     """Not an Exception, like KeyboardInterrupt: forward hooks do not run on it."""
 
 
-@pytest.mark.parametrize("error", [RuntimeError, Interrupted, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_training_goes_on_after_an_exception(
-    where: str, error: type[BaseException], swap_directory: Path
-) -> None:
-    """In the middle of the second micro-batch; the step is thrown away and training goes on."""
-
-    def scenario(side: Side) -> Named:
-        model, seen = side.model, {}
-        optimizer = side.optimizer(model.parameters(), PLAN)
-
-        def fail(*ignored: Any) -> None:
-            raise error("made to fail")
-
-        def arm(module: nn.Module, args: Any, output: Tensor) -> None:
-            output.register_hook(fail)
-
-        for step in range(3):
-            loss_of(model, step).backward()
-            if step == 1:
-                if where == "forward":
-                    handle = model.blocks[1].down.register_forward_pre_hook(fail)
-                else:
-                    handle = model.blocks[1].down.register_forward_hook(arm)
-                with pytest.raises(error):
-                    loss_of(model, 50).backward()
-                handle.remove()
-                if issubclass(error, Exception):
-                    side.settled()  # else the next forward lets go: no hook runs for these
-                optimizer.zero_grad()
-                loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return finish(side, seen)
-
-    compare(scenario, decoder, swap_directory)
-
-
 def test_not_finite_gradients_are_refused_before_anything_changes(swap_directory: Path) -> None:
     with offloaded(decoder(), swap_config(swap_directory)) as model:
         optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=1.0, error_if_nonfinite=True)
@@ -532,15 +494,6 @@ def test_two_models_in_one_graph(tmp_path: Path) -> None:
         came = scenario(OffloadedSide(first), OffloadedSide(second))
         assert not held_units(first) and not held_units(second)
     assert not differences(expected, came)
-
-
-def test_two_models_cannot_share_a_swap_directory(swap_directory: Path) -> None:
-    with offloaded(decoder(), swap_config(swap_directory)) as model:
-        with pytest.raises(SwapLockedError):
-            infinity.offload(decoder(), swap_config(swap_directory))
-        loss_of(model, 1).backward()
-    with offloaded(decoder(), swap_config(swap_directory)) as model:
-        loss_of(model, 1).backward()
 
 
 # --- building on meta -------------------------------------------------------------------------
@@ -848,15 +801,6 @@ def test_calls_that_change_nothing_are_allowed(call: Any, swap_directory: Path) 
         assert torch.equal(ours, theirs)
 
 
-def test_a_dtype_that_has_no_optimizer_state_is_refused(swap_directory: Path) -> None:
-    for dtype in (torch.float64, torch.complex64):
-        with pytest.raises(InfinityError, match=r"1\.weight.*"):
-            infinity.offload(
-                nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype)),
-                swap_config(swap_directory),
-            )
-
-
 def test_parameters_of_before_offload_are_those_of_the_model(swap_directory: Path) -> None:
     """They follow it: no optimizer trains tensors that nothing reads."""
     model = decoder()
@@ -875,21 +819,6 @@ def test_modules_added_after_offload_are_noticed(swap_directory: Path) -> None:
         with pytest.raises(InfinityError, match="after"):
             loss_of(model, 1).backward()
             infinity.AdamW(model, lr=1e-2)
-
-
-def test_close_frees_memory_and_the_swap_directory(swap_directory: Path) -> None:
-    """The swap directory is free and empty, closing twice is fine, and later use is a named
-    error."""
-    model = infinity.offload(decoder(), swap_config(swap_directory))
-    engine = infinity.engine_of(model)
-    loss_of(model, 1).backward()
-    engine.close()
-    engine.close()
-    assert not swap_directory.exists() or not list(swap_directory.iterdir())
-    with pytest.raises(InfinityError, match="closed"):
-        loss_of(model, 1)
-    with pytest.raises(InfinityError, match="closed"):
-        model.norm.weight.sum()
 
 
 def test_a_model_that_is_dropped_is_collected(swap_directory: Path) -> None:

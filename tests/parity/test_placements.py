@@ -34,7 +34,6 @@ import transformers
 from torch import Tensor, nn
 
 import infinity
-from infinity.errors import CapacityError
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support import models
 from tests.support.bits import same_bits
@@ -377,21 +376,6 @@ def test_the_chunk_of_the_update_does_not_matter(chunk: str, swap_directory: Pat
     config = swap_config(swap_directory, placement="nvme", update_chunk=chunk)
     with offloaded(entry.build(0), config, units="auto") as model:
         assert_same_run(reference("decoder"), run(entry, OffloadedSide(model), PLAN, groups=groups))
-
-
-def test_the_smallest_budget_works_and_less_is_refused(swap_directory: Path) -> None:
-    """The refusal of a host budget states the smallest that works: it does, and a page less does
-    not."""
-    entry = MODELS["gpt2"]
-    config = swap_config(swap_directory, placement="nvme")
-    smallest = smallest_host_nbytes(lambda: entry.build(0), config)
-    config["tiers"]["host"]["capacity"] = smallest - 4096
-    with pytest.raises(CapacityError) as refused:
-        infinity.offload(entry.build(0), config)
-    assert refused.value.needed_nbytes == smallest
-    config["tiers"]["host"]["capacity"] = smallest
-    with offloaded(entry.build(0), config) as model:
-        assert_same_run(reference("gpt2"), run(entry, OffloadedSide(model), PLAN, groups=groups))
 
 
 # --- bf16 -------------------------------------------------------------------------------------

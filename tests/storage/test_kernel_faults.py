@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.errors import CapacityError, StorageError
+from infinity.errors import StorageError
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority, Segment, StorageEngine
@@ -174,18 +174,6 @@ def test_write_to_a_full_disk_fails_with_enospc_and_recovers(
     engine.submit("write", [segment], Priority.WRITE_BACK).wait()
     engine.submit("read", [Segment(file, MIB, arena.address + MIB, MIB)], Priority.STATE).wait()
     assert arena.memory(MIB, MIB) == data
-    engine.close()
-
-
-def test_volume_on_a_full_disk_is_refused_before_its_file_grows(
-    open_any: Callable[..., StorageEngine], small_ext4: Path
-) -> None:
-    (small_ext4 / "ballast").write_bytes(bytes(8 * MIB))
-    engine = open_any("threads")
-    with Volume(engine, [VolumePath(str(small_ext4 / "drive"))]) as volume:
-        with pytest.raises(CapacityError, match="nvme"):
-            volume.reserve([12 * MIB])
-        assert os.path.getsize(volume.file_paths[0]) == 0
     engine.close()
 
 
