@@ -25,7 +25,7 @@ from infinity.tools.training.base_identity import (
     write_identity,
 )
 from infinity.tools.training.merge import plan_merge
-from tests.support.exhaustive import sampled
+from tests.support.exhaustive import in_turn, sampled
 from tests.support.quantized import tiny_causal_lm, write_decoded, write_quantized
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -71,26 +71,29 @@ def merge(base: Path, adapter: Path, out: Path, **options: Any) -> dict[str, tor
     return weights(out)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+# Names of a base, and what is adapted.
+ADAPTED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"target_modules": [*ATTENTION, "down_proj"]}),
+    ("llama", {"target_modules": "all-linear", "use_dora": True, "use_rslora": True}),
+    ("llama", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}}),
+    ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    ("llama", {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}),
+    ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "norm"]}),
+    ("deepseek-v3", {"target_modules": MLA, "modules_to_save": ["lm_head", "gate"]}),
+    ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}),
+    ("deepseek-v3", {"target_modules": MLA}),
+    ("qwen3-moe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+    ("glm4-moe", {"target_modules": [*ATTENTION, "down_proj"], "target_parameters": EXPERTS}),
+    # Packed and transposed, (expert, in, out), in the file and in the model.
+    ("gpt-oss", {"target_modules": [], "target_parameters": EXPERTS}),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("llama", {"target_modules": [*ATTENTION, "down_proj"]}),
-        ("llama", {"target_modules": "all-linear", "use_dora": True, "use_rslora": True}),
-        ("llama", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}}),
-        ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-        ("llama", {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}),
-        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "norm"]}),
-        ("deepseek-v3", {"target_modules": MLA, "modules_to_save": ["lm_head", "gate"]}),
-        ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}),
-        ("deepseek-v3", {"target_modules": MLA}),
-        ("qwen3-moe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
-        ("glm4-moe", {"target_modules": [*ATTENTION, "down_proj"], "target_parameters": EXPERTS}),
-        # Packed and transposed, (expert, in, out), in the file and in the model.
-        ("gpt-oss", {"target_modules": [], "target_parameters": EXPERTS}),
-    ],
+    ("number", "dtype"), in_turn(range(len(ADAPTED)), [torch.bfloat16, torch.float32])
 )
-def test_a_merge_has_the_bits_of_peft(tmp_path, name, options, dtype) -> None:
+def test_a_merge_has_the_bits_of_peft(tmp_path, number, dtype) -> None:
+    name, options = ADAPTED[number]
     model = tiny_causal_lm(name, dtype=dtype)
     write_quantized(model, tmp_path / "base", "bf16", num_shards=3)
     adapt(tmp_path / "base", tmp_path / "adapter", **options)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from infinity.distributed.wire import failures
 from infinity.distributed.wire import transport as transport_module
 from infinity.distributed.wire.addresses import UNIX
 from infinity.distributed.wire.connecting import listen
@@ -224,8 +225,12 @@ def test_one_deadline_bounds_all_connections(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_a_rank_that_announces_what_cannot_be_is_named(
-    pair: tuple[list[PeerTransport], list[Shelf]], header: tuple[int, ...], why: str
+    pair: tuple[list[PeerTransport], list[Shelf]],
+    header: tuple[int, ...],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(failures, "CAUSE_S", 0.1)  # The end of a rank that lies explains itself.
     transport, _ = pair
     liar = transport[1]._outgoing[0, Purpose.GIVING]
     with liar.sending:

@@ -38,6 +38,7 @@ from tests.ops.state import (
     part,
     sgds,
 )
+from tests.support.exhaustive import in_turn
 
 ADAMW = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
 numels = st.one_of(st.integers(0, 100), st.sampled_from([255, 256, 1003, 4096]))
@@ -118,8 +119,7 @@ def test_fp32_has_the_bits_of_torchs_fused_kernels(
     assert_same_bits(ours, torchs)
 
 
-@pytest.mark.parametrize("step", [1, 7, 500])
-@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize(("step", "beta2"), in_turn([1, 7, 500], [0.95, 0.999]))
 def test_a_million_elements_have_the_bits_of_torchs(simd: str, step: int, beta2: float) -> None:
     """Enough roots to find a division that is rounded wrongly once in a hundred thousand."""
     recipe = AdamWSettings(lr=1e-3, beta1=0.9, beta2=beta2, eps=1e-8, weight_decay=0.01, step=step)

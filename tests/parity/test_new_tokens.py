@@ -84,11 +84,15 @@ def resized(model: Any, num_tokens: int, mean_resizing: bool) -> Any:
     return model
 
 
-@pytest.mark.parametrize("mean_resizing", [False, True], ids=["drawn", "mean"])
-@pytest.mark.parametrize(("kind", "num_tokens"), in_turn(MODELS, [NUM_TOKENS + 5, NUM_TOKENS - 4]))
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    in_turn(MODELS, [(tokens, mean) for mean in (False, True)
+                     for tokens in (NUM_TOKENS + 5, NUM_TOKENS - 4)]),
+)  # fmt: skip
 def test_a_resized_model_trains_as_one_that_was_resized_in_memory(
-    kind: str, num_tokens: int, mean_resizing: bool, size: str, tmp_path: Path
+    kind: str, way: tuple[int, bool], size: str, tmp_path: Path
 ) -> None:
+    num_tokens, mean_resizing = way
     base = tmp_path / "base"
     base_at(base, MODELS[kind])
     plain = resized(type(MODELS[kind]()).from_pretrained(base), num_tokens, mean_resizing)

@@ -178,7 +178,7 @@ def check_norm(store: GradientStore, unit: Unit, spec: TensorSpec, name: str) ->
 
 @pytest.mark.parametrize(
     ("name", "delay_s"),
-    sampled(product(CHANGES, [0.0, 0.05]), lambda case: not case[1] or case[0] in ("add", "put")),
+    sampled(product(CHANGES, [0.0, 0.02]), lambda case: not case[1] or case[0] in ("add", "put")),
 )
 def test_the_norm_is_that_of_the_content_when_the_step_asks(
     swap_directory: Path, name: str, delay_s: float

@@ -393,10 +393,8 @@ def test_a_long_trace_times_each_copy_by_a_young_clock(monkeypatch: pytest.Monke
         device.open(HostPool(arena, counters), counters)
         counters.tracer.start()
         there, begun_ns = torch.zeros(4096), time.monotonic_ns()
-        make_clock, late_ns = (
-            _DeviceClock.__init__,
-            0,
-        )  # A clock may be late by what it took to make.
+        # A clock may be late by what it took to make.
+        make_clock, late_ns = _DeviceClock.__init__, 0
 
         def timed(clock: _DeviceClock, streams: Streams) -> None:
             nonlocal late_ns

@@ -15,6 +15,7 @@ from infinity.errors import ConfigError, CorruptionError
 from infinity.plan.directory import read_directory
 from infinity.tools.cli import app
 from tests.decode.test_checkpoints import PUBLISHED
+from tests.support.commands import plan_in_numbers
 from tests.support.quantized import read_headers, tiny_causal_lm, write_quantized
 
 RUNNER = CliRunner()
@@ -108,12 +109,6 @@ def test_bytes_are_those_of_the_headers(directory: Path) -> None:
     assert found.num_drives == 1 and len(found.files) == 3
 
 
-def in_numbers(*arguments: str) -> dict[str, Any]:
-    result = RUNNER.invoke(app, ["plan", *arguments, "--json"])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
 def test_the_answer_stands_first(directory: Path) -> None:
     arguments = ["--model", str(directory), "--hardware", "rtx4090-1nvme", "--examples", "1k"]
     result = RUNNER.invoke(app, ["plan", *arguments])
@@ -121,17 +116,17 @@ def test_the_answer_stands_first(directory: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0].startswith("Yes: LoRA of rank 16 (")
     assert "tokens/s)" in lines[1] and "2,048,000 tokens of data take" in lines[2]
-    found = in_numbers(*arguments)
+    found = plan_in_numbers(*arguments)
     said, model = found["answer"], found["model"]
     assert said["fits"] and " ".join(said["text"].split()) == " ".join(" ".join(lines[:3]).split())
     assert said["data"]["num_steps"] == -(-2_048_000 // found["batch"]["tokens_per_step"])
     assert model["stored_nbytes"] == read_directory(directory).stored.nbytes
     assert model["adapter"]["rank"] == 16, "codes cannot be trained: an adapter is taken"
-    assert in_numbers(*arguments, "--lora", "4")["model"]["adapter"]["rank"] == 4
+    assert plan_in_numbers(*arguments, "--lora", "4")["model"]["adapter"]["rank"] == 4
     # One directory is on one drive, whatever the machine has; --drives says otherwise.
     fast = "--hardware", "1xh200-4nvme"
-    assert in_numbers("--model", str(directory), *fast)["answer"]["checkpoint_drives"] == 1
-    spread = in_numbers("--model", str(directory), *fast, "--drives", "4")
+    assert plan_in_numbers("--model", str(directory), *fast)["answer"]["checkpoint_drives"] == 1
+    spread = plan_in_numbers("--model", str(directory), *fast, "--drives", "4")
     assert spread["answer"]["checkpoint_drives"] == 4
 
 
@@ -149,7 +144,7 @@ def test_a_file_with_an_adapter_plans_its_directory(directory: Path, tmp_path: P
         precision.compute = "bfloat16"
         """
     )
-    found = in_numbers(str(file), "--hardware", "rtx4090-1nvme")
+    found = plan_in_numbers(str(file), "--hardware", "rtx4090-1nvme")
     assert found["model"]["adapter"]["experts"] and found["batch"]["tokens_per_step"] == 128
     assert found["model"]["stored_nbytes"] == read_directory(directory).stored.nbytes
 
@@ -183,7 +178,7 @@ def test_a_quantised_directory_has_the_same_bytes_before_it_is_downloaded(
 
 
 def test_this_machine_reads_the_files_for_its_rate(directory: Path) -> None:
-    found = in_numbers("--model", str(directory), "--tokens", "64", "--sequence", "32")
+    found = plan_in_numbers("--model", str(directory), "--tokens", "64", "--sequence", "32")
     assert found["hardware"]["nvme"]["checkpoint_read_gb_per_s"] > 0
     assert found["answer"]["fits"] and found["answer"]["other_drives"] is None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -26,6 +25,7 @@ from infinity.tools.cli import app
 from infinity.tools.plan.advice import _changes
 from infinity.tools.plan.report import idle_of_compute
 from tests.property.strategies import units
+from tests.support.commands import plan_in_numbers
 
 BATCH = Batch(8, 1)
 
@@ -151,9 +151,7 @@ def test_the_plan_of_ranks_names_their_number_stage_and_links() -> None:
         "an estimate", "2 of the machine's 8 devices",
     ):  # fmt: skip
         assert word in said
-    found = json.loads(plan(*MODEL, "--ranks", "8", "--set", "distributed.zero_stage=2", "--json"))[
-        "ranks"
-    ]
+    found = plan_in_numbers(*MODEL, "--ranks", "8", "--set", "distributed.zero_stage=2")["ranks"]
     assert (found["count"], found["stage"], found["is_collective"]) == (8, 2, True)
 
 
@@ -349,7 +347,7 @@ def test_the_plan_of_nodes_names_them_and_their_network() -> None:
     said = plan(*MODEL, "--ranks", "8", "--nodes", "2")
     for word in ("2 nodes of", "16 ranks on 2 nodes", "network 40 GB/s a rank", "compute waits"):
         assert word in said
-    found = json.loads(plan(*MODEL, "--ranks", "8", "--nodes", "2", "--json"))
+    found = plan_in_numbers(*MODEL, "--ranks", "8", "--nodes", "2")
     assert (found["ranks"]["count"], found["ranks"]["num_nodes"]) == (16, 2)
     idle_s = sum(found["idle_s"].values())
     assert idle_s + found["busy_s"]["compute"] == pytest.approx(found["step_s"], rel=0.01)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from infinity.tools.cli import app
@@ -15,6 +17,16 @@ from infinity.tools.cli import app
 def run_command(*words: object, **options: Any) -> Result:
     """Runs `infinity WORDS`; `options` are those of `CliRunner.invoke`."""
     return CliRunner().invoke(app, [str(word) for word in words], **options)
+
+
+def plan_in_numbers(*words: object) -> dict[str, Any]:
+    """What `infinity plan WORDS --json` writes, without advice: that is several plans more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infinity.tools.plan.advice.advise", lambda *_: [])
+        result = run_command("plan", *words, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
 
 
 def imported_by(code: str, names: Sequence[str]) -> tuple[list[str], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from infinity.errors import ConfigError
 from infinity.tools.training.records import load_records, mark_conversations
 from infinity.tools.training.tokenizers import ByteTokenizer
+from tests.support.exhaustive import covering, sampled
 
 from .record_jobs import rows_of, small_job, write
 
@@ -115,15 +117,19 @@ FIRST = SAY | {"content": "A"}
 LONG = "[user]a;[assistant]A;[user]a;[assistant]B;"
 
 
-@pytest.mark.parametrize(
-    "mask", [{"weight": 0}, {"loss": False}, {"train": False}, {"training": 0}, {"weight": 0.0}]
-)
-@pytest.mark.parametrize("is_last", [False, True])
-@pytest.mark.parametrize("is_marked", [False, True])
+MASKS = {
+    "mask": [("weight", 0), ("loss", False), ("train", False), ("training", 0), ("weight", 0.0)],
+    "is_last": [False, True],
+    "is_marked": [False, True],
+}
+PAIRS = [tuple(case.values()) for case in covering(MASKS)]
+
+
+@pytest.mark.parametrize(tuple(MASKS), sampled(product(*MASKS.values()), PAIRS.__contains__))
 def test_a_masked_message_is_read_and_not_learned(
     tmp_path, table, mask, is_last, is_marked
 ) -> None:
-    key, off = next(iter(mask.items()))
+    key, off = mask
     on = type(off)(1)
     marks = [on, off] if is_last else [off, on]
     record = {"messages": [ASK, FIRST | {key: marks[0]}, ASK, SAY | {key: marks[1]}]}
