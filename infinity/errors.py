@@ -130,6 +130,20 @@ def storage_error(error: OSError) -> StorageError | None:
 
 
 @contextmanager
+def refusing(what: str, *kinds: type[Exception], remedy: str = "") -> Iterator[None]:
+    """Turns an exception of these kinds in the block into a ConfigError, which says what cannot be,
+    the reason and the remedy. Errors of this package, and the end of memory, go through."""
+    try:
+        yield
+    except (InfinityError, MemoryError):
+        raise
+    except kinds as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        text = reason or " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{what}: {text}{remedy}") from error
+
+
+@contextmanager
 def reporting(
     operation: str, path: str | Path, offset_nbytes: int = 0, nbytes: int = 0
 ) -> Iterator[None]:

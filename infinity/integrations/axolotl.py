@@ -24,7 +24,7 @@ import infinity
 from infinity.config import SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.integrations.hf import prepare_trainer
 
 # Keys of axolotl that do what the engine does, or load weights that it cannot take.
@@ -103,8 +103,6 @@ def __getattr__(name: str) -> Any:
     """Makes `InfinityPlugin` when axolotl asks for it: a plug-in derives from axolotl's class."""
     if name != "InfinityPlugin":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
+    with refusing(f"{__name__} needs axolotl, which cannot be imported", ImportError):
         from axolotl.integrations.base import BasePlugin
-    except ImportError as error:
-        raise ConfigError(f"{__name__} needs axolotl, which cannot be imported: {error}") from None
     return type(name, (OffloadedRun, BasePlugin), {"__module__": __name__})

@@ -20,14 +20,14 @@ import secrets
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from infinity import bounded
 from infinity.bounded import MalformedError, field, integer, list_of, table_of
-from infinity.errors import ConfigError, UnsupportedError, listed, reporting
+from infinity.errors import ConfigError, UnsupportedError, listed, refusing, reporting
 
 _TIMEOUT_S, _GREETING_S = 600, 30
 _TOP = 100  # Tokens that a server without the log-probabilities of prompts gives at each position.
@@ -40,12 +40,7 @@ Method = Literal["echo", "prompt_logprobs", "next token"]
 Sampled: TypeAlias = tuple[list[int], list[float]]  # Token ids, and the log-probability of each.
 
 
-@contextlib.contextmanager
-def _readable() -> Iterator[None]:
-    try:
-        yield
-    except MalformedError as error:
-        raise ConfigError(f"the server's answer cannot be read: {error}") from None
+_readable = refusing("the server's answer cannot be read", MalformedError)
 
 
 class Server:
@@ -68,7 +63,7 @@ class Server:
             if not (self._token.isascii() and self._token.isprintable()):
                 raise ConfigError(f"--key {key}: expected one line of printable ASCII in it")
 
-    @_readable()
+    @_readable
     def models(self) -> list[str]:
         """Returns the names that the server lists."""
         models = _tables(self._ask("v1/models"), "data")
@@ -82,7 +77,7 @@ class Server:
             raise ConfigError(f"{self.url} has {listed(names) or 'no model'}; {remedy}")
         return names[0]
 
-    @_readable()
+    @_readable
     def log_probs(self, model: str, prompt: Sequence[int]) -> list[float | None]:
         """Returns the log-probabilities of all tokens but the first. Raises ConfigError if the
         server cannot be reached, or gives none."""
@@ -103,7 +98,7 @@ class Server:
             "/v1/completions that takes token ids, and logprobs"
         )
 
-    @_readable()
+    @_readable
     def sample(
         self, model: str, prompt: Sequence[int], count: int, **options: Any
     ) -> list[Sampled]:

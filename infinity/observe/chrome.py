@@ -29,7 +29,7 @@ from infinity.bounded import (
     table_of,
     text_of,
 )
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.observe.timeline import THREAD_TRACKS, laid_out
 from infinity.observe.tracer import Count, Span, Track
 from infinity.sizes import GIB
@@ -79,30 +79,18 @@ def write(path: Path, spans: Sequence[Span], counts: Sequence[Count]) -> None:
 
 def read(path: Path) -> list[Span]:
     """The spans of a file that `write` made. Raises ConfigError for any other file."""
-    try:
+    remedy = "; 'infinity train FILE --trace OUT.json' writes one"
+    with (
+        refusing(f"cannot read the trace {str(path)!r}", OSError, remedy=remedy),
+        refusing(f"{str(path)!r} is not a trace", MalformedError, remedy=remedy),
+    ):
         document = read_json(path, max_nbytes=_MAX_NBYTES)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the trace {str(path)!r}: {error.strerror}; 'infinity train FILE --trace "
-            "OUT.json' writes one"
-        ) from None
-    except MalformedError as error:
-        raise ConfigError(
-            f"{str(path)!r} is not a trace: {error}; expected a file made by 'infinity train "
-            "--trace'"
-        ) from None
     about = document.get("otherData") if isinstance(document, dict) else None
     if not isinstance(about, dict) or about.get("schema") != SCHEMA:
-        raise ConfigError(
-            f"{str(path)!r} is not a trace of this version ({SCHEMA}); expected a file made by "
-            "'infinity train --trace'"
-        )
-    try:
+        raise ConfigError(f"{str(path)!r} is not a trace of this version ({SCHEMA}){remedy}")
+    what, remedy = f"{str(path)!r} is no whole trace", "; it was changed or cut off, trace again"
+    with refusing(what, MalformedError, remedy=remedy):
         return from_document(document)
-    except MalformedError as error:
-        raise ConfigError(
-            f"{str(path)!r} is no whole trace: {error}; it was changed or cut off, trace again"
-        ) from None
 
 
 def from_document(document: dict[str, Any]) -> list[Span]:

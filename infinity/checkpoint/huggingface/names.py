@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from infinity.config.extras import require_transformers
-from infinity.errors import ConfigError
+from infinity.errors import refusing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,12 +213,9 @@ def planned_targets(
         shape, dtype = infos[name]
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    try:
+    what = f"{', '.join(group.source_names)} cannot be converted to {group.first_target}"
+    with refusing(what, RuntimeError, ValueError, IndexError, KeyError):
         made = group.convert(fetch, model)
-    except (RuntimeError, ValueError, IndexError, KeyError) as error:
-        raise ConfigError(
-            f"{', '.join(group.source_names)} cannot be converted to {group.first_target}: {error}"
-        ) from error
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
 
 

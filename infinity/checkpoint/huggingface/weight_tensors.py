@@ -28,7 +28,7 @@ from infinity.codecs import Plain
 from infinity.codecs.detect import DECLARING_FILES, logical_tensors, quantization_of
 from infinity.codecs.found import LogicalTensor
 from infinity.codecs.part import Decoder
-from infinity.errors import ConfigError, CorruptionError, corrupt, listed, reporting
+from infinity.errors import ConfigError, CorruptionError, corrupt, listed, refusing, reporting
 from infinity.storage.protocol import FileRange
 from infinity.storage.shards import ShardIdentity
 
@@ -306,7 +306,6 @@ def with_declared(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table_in(file: Path) -> dict[str, Any]:
-    try:  # Configurations of some models have numbers that are not finite.
+    with refusing(f"{file} cannot be read", MalformedError, OSError):
+        # Configurations of some models have numbers that are not finite.
         return table_of(read_json(file, is_strict=False), "it")
-    except (MalformedError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None

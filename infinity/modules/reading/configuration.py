@@ -22,7 +22,7 @@ from torch import nn
 
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.config.paths import refuse_absent_model
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.modules.reading.empty_weights import init_empty_weights
 
 _log = logging.getLogger("infinity")
@@ -59,10 +59,8 @@ def config_of_table(table: dict[str, Any]) -> Any:
                 f"did you mean {near!r}?"
             )
         _log.warning("model.config.%s: nothing of %s is known to read it", key, model_type)
-    try:
+    with refusing("model.config", Exception):  # transformers raises its own in validation.
         return AutoConfig.for_model(model_type, **options)
-    except Exception as error:  # transformers raises its own exceptions in validation.
-        raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
 
 
 def _unread_keys(table: Mapping[str, Any], config: Any) -> Iterator[str]:
@@ -104,10 +102,9 @@ def config_of_directory(path: Path, *, trusts_code: bool = False) -> Any:
             "own for it; expected another architecture, or model.trust_remote_code = true, which "
             "runs that code"
         )
-    try:
+    # A broken file makes transformers raise any exception.
+    with refusing(f"model.path: {file} cannot be used", Exception):
         config = published_config(path, trusts_code=trusts_code)
-    except Exception as error:  # A broken file makes transformers raise any exception.
-        raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
     parts: list[tuple[Any, Any]] = [
         (table, config),
         (table.get("text_config"), config.get_text_config()),
@@ -147,12 +144,10 @@ def published_config(path: Path, *, trusts_code: bool = False) -> Any:
 
 def table_of_file(file: Path) -> dict[str, Any]:
     """Reads a JSON table of bounded size, before transformers reads it again."""
-    try:
+    with refusing(f"model.path: {file} cannot be used", OSError, MalformedError):
         # Published configurations have numbers that are not finite, and repeated keys.
         content = read_json(file, max_nbytes=16 * MAX_TEXT_NBYTES, is_strict=False)
         return table_of(content, "it")
-    except (OSError, MalformedError) as error:
-        raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
 
 
 def _source_of(config: Any) -> str:
@@ -204,10 +199,10 @@ def empty_denoiser(table: dict[str, Any], dtype: torch.dtype, where: str) -> Any
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with init_empty_weights():
+        # Sizes that do not go together make a constructor raise anything.
+        what = f"model: {where} gives no {table[CLASS_NAME]}"
+        with refusing(what, Exception), init_empty_weights():
             model = kind.from_config(table)
-    except Exception as error:  # Sizes that do not go together make a constructor raise anything.
-        raise ConfigError(f"model: {where} gives no {table[CLASS_NAME]}: {error}") from error
     finally:
         torch.set_default_dtype(before)
     vars(model)["name_or_path"] = table.get("_name_or_path")  # PEFT writes it.
@@ -254,14 +249,10 @@ def empty_model(
         make, options = kind.from_config, {**options, "trust_remote_code": trusts_code}
     else:
         make = kind._from_config
-    try:
-        with init_empty_weights():
-            return make(hf_config, dtype=dtype, **options)
-    except Exception as error:  # Sizes that do not go together make a constructor raise anything.
-        raise ConfigError(
-            f"model: no language model can be made of {hf_config.model_type!r} with the sizes of "
-            f"{where}: {str(error) or type(error).__name__}"
-        ) from error
+    what = f"model: no language model can be made of {hf_config.model_type!r} with the sizes of"
+    # Sizes that do not go together make a constructor raise anything.
+    with refusing(f"{what} {where}", Exception), init_empty_weights():
+        return make(hf_config, dtype=dtype, **options)
 
 
 def auto_class(

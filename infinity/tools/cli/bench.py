@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.sizes import MIB, align_down, format_nbytes, parse_nbytes
 from infinity.tools.cli.options import Paths, arg, flag, is_silent, note, opt, reply, wants_json
 
@@ -191,10 +191,8 @@ def print_tables(rows: Sequence[Row]) -> None:
 def parse_size(text: str) -> int:
     """Returns the bytes of --size, in full MiB. Raises ConfigError for less than 64 MiB and for bad
     text."""
-    try:
+    with refusing("--size", ValueError):
         nbytes = align_down(parse_nbytes(int(text) if text.isdigit() else text), 2 * MIB)
-    except ValueError as error:
-        raise ConfigError(f"--size: {error}") from None
     if nbytes < _MINIMUM_NBYTES:
         least = format_nbytes(_MINIMUM_NBYTES)
         raise ConfigError(f"--size {text}: expected at least {least}, less measures a start-up")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.sizes import format_nbytes
 from infinity.tools.cli import print_error
 from infinity.tools.cli.options import arg, flag, note, opt, reply, wants_json
@@ -118,10 +118,8 @@ def import_(
     else:
         _print_report(found, to_stderr=out is None)
     if out is not None and is_good:
-        try:
+        with refusing(f"{out}: cannot be written", OSError):
             out.write_text(toml, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
     elif not wants_json() and report == "text":
         typer.echo(toml, nl=False)
     if not is_good:

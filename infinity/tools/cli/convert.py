@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.sizes import format_nbytes, parse_nbytes
 from infinity.tools.cli.options import arg, flag, is_silent, opt, progress_bar, reply
 
@@ -157,10 +157,8 @@ def export(
     """
     from infinity.checkpoint.run.directory import find_checkpoint
 
-    try:
+    with refusing("--max-shard", ValueError):
         max_shard_nbytes = parse_nbytes(max_shard_size)
-    except ValueError as error:
-        raise ConfigError(f"--max-shard: {error}") from None
     found = find_checkpoint(checkpoint)
     loaded = _config_of(found, config)
     from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.tools.cli.options import (
     HardwareName,
     arg,
@@ -136,11 +136,11 @@ def write_new(asked: NewOptions) -> None:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     text = file_of(wish, found, forecast, name, today)
     if asked.file is not None:
-        try:
-            with asked.file.open("x", encoding="utf-8") as stream:
-                stream.write(text)
-        except OSError as error:
-            raise ConfigError(f"{asked.file}: cannot be written: {error.strerror}") from None
+        with (
+            refusing(f"{asked.file}: cannot be written", OSError),
+            asked.file.open("x", encoding="utf-8") as stream,
+        ):
+            stream.write(text)
     elif not wants_json():
         typer.echo(text, nl=False)
     if wants_json():
@@ -194,11 +194,9 @@ def _swept(asked: NewOptions) -> tuple[dict[str, Any], ...]:
             raise ConfigError(
                 f"--sweep {text!r}: expected KEY=A,B, once for each of {', '.join(_SWEPT)}"
             )
-        try:
+        with refusing(f"--sweep {text!r}: expected numbers", ValueError):
             axes[key] = values.split(",")
             [kind(value) for value in axes[key]]
-        except ValueError as error:
-            raise ConfigError(f"--sweep {text!r}: expected numbers; {error}") from None
     found = []
     for chosen in product(*axes.values()) if axes else ():
         pairs = list(zip(axes, chosen, strict=True))

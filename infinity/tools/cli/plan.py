@@ -123,6 +123,11 @@ class PlanOptions:
         ),
     ] = None
 
+    @property
+    def by_name(self) -> bool:
+        """Whether the model is another than that of the file."""
+        return self.model is not None or self.params is not None
+
 
 @with_options(PlanOptions)
 def plan(asked: PlanOptions) -> None:
@@ -191,69 +196,57 @@ def _write(asked: PlanOptions, file: Path) -> None:
     )  # fmt: skip
 
 
-def _predict(asked: PlanOptions) -> None:
+def _directory_of(asked: PlanOptions) -> ModelDirectory | None:
+    """Returns the directory that --model names, if it is one. Raises ConfigError for a name that is
+    neither a directory nor shipped."""
     if asked.hardware is not None:
         refuse_unknown("hardware", asked.hardware)
-    directory = None
-    if asked.model is not None and Path(asked.model).is_dir():
-        refuse_no_model(Path(asked.model))
-        from infinity.plan.directory import read_directory
-
-        directory = read_directory(Path(asked.model))
-    elif asked.model is not None:
+    if asked.model is None:
+        return None
+    if not Path(asked.model).is_dir():
         refuse_unknown("models", asked.model)
-    overrides = list(asked.overrides or [])
-    if asked.lora is not None:
-        overrides.append(f"adapter.rank={asked.lora}")
-    if asked.experts:
-        overrides.append("adapter.experts=true")
-    by_name = asked.model is not None or asked.params is not None
-    config = _load_config(
-        asked.config, overrides, asked.hardware, by_name=by_name,
-        is_quantised=not asked.score and directory is not None and directory.stored.is_quantised,
-    )  # fmt: skip
-    _show(asked, config, directory)
+        return None
+    refuse_no_model(Path(asked.model))
+    from infinity.plan.directory import read_directory
+
+    return read_directory(Path(asked.model))
 
 
-def _load_config(
-    file: Path | None,
-    overrides: list[str],
-    hardware: str | None,
-    *,
-    by_name: bool,
-    is_quantised: bool,
-) -> SwapConfig:
-    """Returns the configuration. `by_name`: the model is not that of the file, and does not lie in
-    a directory; `is_quantised`: it can be trained by an adapter alone."""
+def _config_of(asked: PlanOptions, directory: ModelDirectory | None) -> SwapConfig:
+    """Returns the configuration of the file, or of the defaults, with the options."""
     from infinity.config import SwapConfig
     from infinity.config.paths import refuse_absent_model_of, with_located_model
     from infinity.config.source import ConfigSource, override, read_file
     from infinity.plan.hardware import load_hardware
     from infinity.tools.training.settle import settle
 
-    if file is not None:
-        table, source = read_file(file)
+    if asked.config is not None:
+        table, source = read_file(asked.config)
     else:
         table, source = copy.deepcopy(_DEFAULTS), ConfigSource()
-        if hardware is not None and load_hardware(hardware).nvme is not None:
+        if asked.hardware is not None and load_hardware(asked.hardware).nvme is not None:
             table["tiers"]["nvme"] = [{"path": "/mnt/nvme"}]
             table["placement"] = {kind: ["host", "nvme"] for kind in _KINDS}
-    for text in overrides:
+    for text in asked.overrides or []:
         override(table, text)
-    if is_quantised:
+    if asked.lora is not None:
+        override(table, f"adapter.rank={asked.lora}")
+    if asked.experts:
+        override(table, "adapter.experts=true")
+    if not asked.score and directory is not None and directory.stored.is_quantised:
         table.setdefault("adapter", {})  # Codes cannot be trained.
-    if file is None and "adapter" in table:
+    if asked.config is None and "adapter" in table:
         # The order in which adapters train: all micro-batches pass a block together.
         table.setdefault("schedule", {}).setdefault("micro_batch", _ADAPTER_MICRO_BATCH)
         tiers = ["host", "nvme"] if "nvme" in table["tiers"] else ["host"]
         table.setdefault("placement", {}).setdefault("activations", tiers)
     config = with_located_model(SwapConfig.from_table(table, source)).as_one_adapter()
-    if not by_name:
+    if not asked.by_name:
         refuse_absent_model_of(config)
     return settle(config)
 
 
-def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | None) -> None:
+def _predict(asked: PlanOptions) -> None:
     from infinity.config.schema import changed
     from infinity.plan import forecast
     from infinity.tools.plan import report
@@ -268,8 +261,9 @@ def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | No
         sweep_for,
     )
 
-    by_name = asked.model is not None or asked.params is not None
-    if not by_name:
+    directory = _directory_of(asked)
+    config = _config_of(asked, directory)
+    if not asked.by_name:
         directory = frozen_directory_of(config, is_scored=asked.score)
     model, drives = planned_model(
         config, directory, asked.model, asked.params, asked.drives, is_scored=asked.score
@@ -278,7 +272,9 @@ def _show(asked: PlanOptions, config: SwapConfig, directory: ModelDirectory | No
         batch = sweep_for(config, asked.hardware, asked.tokens, asked.sequence)
         config = changed(config, {"adapter": None, "schedule.micro_batch": 1})
     else:
-        batch = batch_for(config, asked.tokens, asked.sequence, asked.accumulation, by_name=by_name)
+        batch = batch_for(
+            config, asked.tokens, asked.sequence, asked.accumulation, by_name=asked.by_name
+        )
     machine = machine_for(asked.hardware, config, model, batch, directory)
     count = asked.data_tokens or asked.examples
     data = None if count is None else parse_count(count, "--data-tokens")

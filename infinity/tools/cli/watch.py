@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from infinity.errors import ConfigError
+from infinity.errors import refusing
 from infinity.tools.cli.options import arg, is_silent, opt, reply
 
 if TYPE_CHECKING:
@@ -39,12 +39,9 @@ def watch(
 
     file = run / RUN_NAMES[2] if run.is_dir() else run
     reader = MetricsReader(file)
-    try:
+    remedy = "; expected the output.directory of a run of infinity train"
+    with refusing(str(file), OSError, remedy=remedy):
         reader.read()
-    except OSError as error:
-        raise ConfigError(
-            f"{file}: {error.strerror}; expected the output.directory of a run of infinity train"
-        ) from None
     reply(numbers_of(reader.lines, time.time()))
     if is_silent():
         return

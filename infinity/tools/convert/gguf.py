@@ -27,7 +27,7 @@ from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import SINGLE_NAME
 from infinity.codecs.affine import ggml
 from infinity.codecs.records import RECORDS
-from infinity.errors import ConfigError, corrupt, listed
+from infinity.errors import ConfigError, corrupt, listed, refusing
 from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor
 
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -159,15 +159,14 @@ def _model_of(source: GgufSource, *, is_tied: bool) -> tuple[Any, Any]:
 
     first = source.files[0]
     beside = _beside(source)
-    try:
+    kinds = (ValueError, KeyError, OSError, NotImplementedError)
+    with refusing(f"{first}: transformers reads no model from it", *kinds):
         where = {} if beside is not None else {"gguf_file": first.name}
         config = AutoConfig.from_pretrained(first.parent, **where)
         if beside is None:
             config.tie_word_embeddings = is_tied  # The reader sees the first file of a split.
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, OSError, NotImplementedError) as error:
-        raise ConfigError(f"{first}: transformers reads no model from it: {error}") from None
     processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)
     config.architectures = [type(model).__name__]
     return model, processor(config=config.to_dict())  # type: ignore[no-untyped-call]
@@ -180,13 +179,10 @@ def _tokenizer_files(source: GgufSource, scratch: Path) -> tuple[Path, ...]:
     beside = {path for pattern in _BESIDE for path in directory.glob(pattern) if path.is_file()}
     if any(path.name.startswith(("tokenizer.json", "tokenizer.model")) for path in beside):
         return tuple(sorted(beside))
-    try:
+    what = f"{source.path}: transformers makes no tokenizer of it"
+    remedy = "; put the files of the original model's tokenizer beside it"
+    with refusing(what, Exception, remedy=remedy):
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=source.files[0].name)
-    except Exception as error:
-        raise ConfigError(
-            f"{source.path}: transformers makes no tokenizer of it ({error}); put the files of the "
-            "original model's tokenizer beside it"
-        ) from None
     tokenizer.save_pretrained(scratch)
     made = {path.name: path for path in scratch.iterdir()}
     return tuple(({path.name: path for path in beside} | made).values())

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.durable import replace_file
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import UnsupportedError, refusing
 from infinity.sizes import format_nbytes
 
 # What a colour means in every picture: the passes of compute, what is moved or updated, and waits.
@@ -142,12 +142,11 @@ def paint(path: Path, *pictures: TrackPicture) -> None:
     for picture, axis in zip(pictures, axes[:, 0], strict=True):
         _paint_tracks(axis, picture)
     figure.tight_layout()
+    titles = {"Description": "\n".join(picture.title for picture in pictures)}
+    metadata = titles if path.suffix == ".png" else None
     try:
-        titles = {"Description": "\n".join(picture.title for picture in pictures)}
-        metadata = titles if path.suffix == ".png" else None
-        figure.savefig(path, dpi=130, bbox_inches="tight", metadata=metadata)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from None
+        with refusing(f"cannot write the picture {str(path)!r}", OSError, ValueError):
+            figure.savefig(path, dpi=130, bbox_inches="tight", metadata=metadata)
     finally:
         pyplot.close(figure)
 
@@ -211,10 +210,8 @@ _DIGITS = 7  # Of a time on a page: a bar is drawn to a millionth of the step.
 
 def write_page(path: Path, title: str, views: Sequence[TrackPicture]) -> None:
     """Writes the page, whole or not at all. Raises ConfigError when it cannot be written."""
-    try:
+    with refusing(f"cannot write the page {str(path)!r}", OSError):
         replace_file(path, page_of(title, views))
-    except OSError as error:
-        raise ConfigError(f"cannot write the page {str(path)!r}: {error.strerror}") from None
 
 
 def page_of(title: str, views: Sequence[TrackPicture]) -> str:

@@ -29,7 +29,7 @@ from infinity.config.extras import release_of
 from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError, listed, reporting
+from infinity.errors import ConfigError, listed, refusing, reporting
 from infinity.modules.reading.adapters import adapter_of, names_of_adapters
 from infinity.modules.reading.configuration import HEADS, scores_sequences, towers
 from infinity.modules.tiling.split import modules_of, parameters_of
@@ -421,12 +421,9 @@ def _saved_config(options: AdapterConfig) -> Any:
     path = options.resume
     assert path is not None
     refuse_absent_adapter(path)
-    try:
+    # A broken file makes PEFT raise any exception.
+    with refusing(f"the saved adapter {path / CONFIG_NAME} cannot be used", Exception):
         config: Any = peft.PeftConfig.from_pretrained(str(path))
-    except Exception as error:  # A broken file makes PEFT raise any exception.
-        raise ConfigError(
-            f"the saved adapter {path / CONFIG_NAME} cannot be used: {error}"
-        ) from error
     if not isinstance(config, peft.LoraConfig):
         raise ConfigError(
             f"the saved adapter {path} is of type {config.peft_type}; expected LORA or DoRA"

@@ -22,7 +22,7 @@ from infinity.bounded import MalformedError, field, integer, read_json, table_of
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.config.paths import ADAPTER_NAMES
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.sizes import PAGE_NBYTES
 
 IDENTITY_NAME = "infinity_base.json"
@@ -79,26 +79,20 @@ def read_identity(directory: Path) -> BaseIdentity | None:
     file = directory / IDENTITY_NAME
     if not file.exists():
         return None
-    try:
+    remedy = ". Remove the file if you know that the adapter is of this base"
+    with refusing(f"{file} is no identity of a base", MalformedError, OSError, remedy=remedy):
         table = table_of(read_json(file), "it")
         integer(field(table, "schema"), "schema", least=1, most=1)
         keys = ("path", "table_sha256", "samples_sha256")
         return BaseIdentity(*(text_of(field(table, key), key) for key in keys))
-    except (MalformedError, OSError) as error:
-        raise ConfigError(
-            f"{file} is no identity of a base: {error}. Remove the file if you know that the "
-            "adapter is of this base"
-        ) from error
 
 
 def base_of(adapter: Path) -> Path:
     """Returns the directory of a saved adapter's base: where it lay when the adapter was saved, or
     what adapter_config.json names, a model in the hub's cache included. Raises ConfigError."""
     identity, config = read_identity(adapter), adapter / ADAPTER_NAMES[0]
-    try:
+    with refusing(f"{config} cannot be used", MalformedError, OSError):
         named = table_of(read_json(config), "it").get("base_model_name_or_path")
-    except (MalformedError, OSError) as error:
-        raise ConfigError(f"{config} cannot be used: {error}") from error
     for name in ([] if identity is None else [identity.path]) + [named]:
         if isinstance(name, str) and (found := in_hub_cache(Path(name))).is_dir():
             return found
@@ -138,10 +132,8 @@ def check_base(adapter: Path, base: BaseIdentity, named: str | None) -> None:
 
 def check_census(census: Path, base: BaseIdentity) -> None:
     """Raises ConfigError for a census of experts that was made over another base."""
-    try:
+    with refusing(f"adapter.experts_census: {census} is no census", MalformedError, OSError):
         table = table_of(field(table_of(read_json(census), "it"), "base"), "base")
-    except (MalformedError, OSError) as error:
-        raise ConfigError(f"adapter.experts_census: {census} is no census: {error}") from None
     if any(table.get(key) != getattr(base, key) for key in ("table_sha256", "samples_sha256")):
         raise ConfigError(
             f"adapter.experts_census: {census} was made over another base, {table.get('path')}; "

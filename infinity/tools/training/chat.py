@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.tools.training.bounded_call import call_bounded
 from infinity.tools.training.conversation import REASONING, Message
 
@@ -274,19 +274,14 @@ class Writer:
         apply = self.tokenizer.apply_chat_template
         taken = (own.keys() & inspect.signature(apply).parameters.keys()) - {"tools", "documents"}
         has_marks = self.template.has_marks and not options
-        try:
+        # A template raises whatever its author chose.
+        with refusing(f"{at}: the chat template refuses this conversation", Exception):
             if taken:
                 raise TypeError(f"{min(taken)!r} is an option of the tokenizer")
             made = apply(
                 messages, chat_template=self.template.text, tokenize=True, return_dict=True,
                 return_assistant_tokens_mask=has_marks, **options, **own,
             )  # fmt: skip
-        except MemoryError:
-            raise
-        except Exception as error:  # A template raises whatever its author chose.
-            raise ConfigError(
-                f"{at}: the chat template refuses this conversation: {error}"
-            ) from error
         tokens = list(made["input_ids"])
         return tokens, list(made["assistant_masks"]) if has_marks else [1] * len(tokens)
 

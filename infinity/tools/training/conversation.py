@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from infinity.bounded import MAX_DEPTH
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.tools.training.data_files import WrittenFloat, parse
 
 Message = dict[str, Any]
@@ -277,10 +277,8 @@ def _json(value: Any, at: str) -> Any:
     """Returns the value of a JSON text, and any other value as it is; "" is None."""
     if not isinstance(value, str) or not value.strip():
         return None if isinstance(value, str) else value
-    try:
+    with refusing(f"{at}: expected JSON", ValueError, RecursionError):
         return parse(value)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{at}: expected JSON: {error}") from None
 
 
 def _said(question: str, answer: str) -> list[Message]:

@@ -17,13 +17,14 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from infinity.bounded import MalformedError, open_regular, unique_keys
+from infinity.bounded import open_regular, unique_keys
 from infinity.config import PYTHON_STDLIB, DataSource
 from infinity.config.paths import refuse_absent_data
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.sizes import MIB
 
 _log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ def read_utf8(path: Path, limit_nbytes: int | None = None) -> Iterator[bytes]:
     file that cannot be read, and with the offset of the first byte that is no text."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     try:
-        with path.open("rb") as file:
+        with _reading(path, OSError), path.open("rb") as file:
             while offset != limit_nbytes:  # The limit may cut a character.
                 left = _READ_NBYTES if limit_nbytes is None else limit_nbytes - offset
                 chunk = file.read(min(_READ_NBYTES, left))
@@ -128,8 +129,10 @@ def read_utf8(path: Path, limit_nbytes: int | None = None) -> Iterator[bytes]:
     except UnicodeDecodeError as error:
         at, byte = offset - len(error.object) + error.start, error.object[error.start]
         raise _not_utf8(path, at, f"0x{byte:02x}") from None
-    except OSError as error:
-        raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from None
+
+
+def _reading(path: Path, *kinds: type[Exception]) -> AbstractContextManager[None]:
+    return refusing(f"data.paths: {path} cannot be read", *kinds)
 
 
 def _not_utf8(path: Path, offset: int, what: str) -> ConfigError:
@@ -147,16 +150,12 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _head(path: Path) -> bytes:
-    try:
+    with _reading(path, OSError):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # Does not wait for a FIFO.
-        try:
+        with open(fd, "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ConfigError(f"data.paths: {path} is no regular file; {_REMEDY}")
-            return os.read(fd, _HEAD_NBYTES)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from None
+            return file.read(_HEAD_NBYTES)
 
 
 # Below the directory of the standard library, but not part of it.
@@ -217,10 +216,9 @@ def _files_of(source: DataSource) -> list[Path]:
 
 
 def _matching(location: Path, pattern: str) -> list[Path]:
-    try:
+    kinds = (ValueError, NotImplementedError, OSError, RecursionError)
+    with refusing(f"data.paths: pattern {pattern[:80]!r}", *kinds):
         return sorted(location.glob(pattern))
-    except (ValueError, NotImplementedError, OSError, RecursionError) as error:
-        raise ConfigError(f"data.paths: pattern {pattern[:80]!r}: {error}") from None
 
 
 def stamp_of(path: Path) -> tuple[tuple[str, int, int], ...]:
@@ -266,20 +264,13 @@ def read_rows(path: Path, columns_of: Callable[[list[str]], list[str]]) -> Itera
     Raises ConfigError, which names the file and, of JSON lines, the line.
     """
     reader = "disk" if path.is_dir() else READERS.get(path.suffix.lower(), "json")
-    try:
+    with _reading(path, Exception):  # Readers of Arrow raise many kinds for a damaged file.
         if reader == "json":
             yield from _rows_of_json(path)
         elif reader == "parquet":
             yield from _rows_of_parquet(path, columns_of)
         else:
             yield from _rows_of_disk(path, columns_of)
-    except ConfigError:
-        raise
-    except MalformedError as error:
-        raise ConfigError(f"data.paths: {path} cannot be read: {error}") from None
-    except Exception as error:  # Readers of Arrow raise many kinds for a damaged file.
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"data.paths: {path} cannot be read: {reason}") from error
 
 
 def parse(text: str) -> Any:

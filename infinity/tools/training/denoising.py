@@ -24,7 +24,7 @@ from infinity.checkpoint import weight_source
 from infinity.checkpoint.huggingface.weight_tensors import has_weights
 from infinity.config import JobConfig
 from infinity.config.extras import installed
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.modules.reading.configuration import CLASS_NAME, table_of_file
 from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.process import give_back
@@ -120,12 +120,11 @@ class Denoising:
         """Yields the pipeline with these parts alone, for a `with` block, without gradients. Frees
         their memory behind it."""
         parts: dict[str, Any] = {n: None for n in self._parts() if n not in (*names, "scheduler")}
-        try:
+        # A broken directory makes diffusers raise any exception.
+        with refusing(f"model.path: {self._path} cannot be loaded", Exception):
             made = self._class.from_pretrained(
                 self._path, dtype=dtype, local_files_only=True, **parts
             )
-        except Exception as error:  # A broken directory makes diffusers raise any exception.
-            raise ConfigError(f"model.path: {self._path} cannot be loaded: {error}") from error
         made.to(self._device)
         try:
             with torch.no_grad():

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.tools.training.bounded_call import call_bounded
 from infinity.tools.training.chat import Template, Writer, map_records, open_template
 from infinity.tools.training.conversation import Message
@@ -113,10 +113,8 @@ def located(value: Any, folder: Path, at: str) -> Image:
     if isinstance(value, dict):  # Of Parquet, or OpenAI's `image_url`.
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
     if isinstance(value, str) and value.startswith("data:"):
-        try:
+        with refusing(f"{at}: expected an image in base64", binascii.Error):
             value = base64.b64decode(value.partition(",")[2], validate=True)
-        except binascii.Error as error:
-            raise ConfigError(f"{at}: expected an image in base64: {error}") from None
     if isinstance(value, bytes) and value:
         return {"bytes": value, "path": None}
     if not isinstance(value, str) or not value or "\0" in value:
@@ -143,7 +141,8 @@ def open_processor(tokenizer: Tokenizer) -> Any:
     path, options = tokenizer.name, {"local_files_only": True, "trust_remote_code": False}
     if tokenizer.tokenizer is None:
         raise ConfigError("data.tokenizer: bytes have no processor of images; expected a model's")
-    try:
+    # A broken directory makes transformers raise any exception.
+    with refusing(f"data.tokenizer: no processor of {path} can be loaded", Exception):
         kind: Any = AutoProcessor
         if not is_torchvision_available():
             kind = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(path, **options)), kind)
@@ -152,10 +151,6 @@ def open_processor(tokenizer: Tokenizer) -> Any:
             names.remove("video_processor")
             kind = type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: names)})
         processor = kind.from_pretrained(path, **options)
-    except Exception as error:  # A broken directory makes transformers raise any exception.
-        raise ConfigError(
-            f"data.tokenizer: no processor of {path} can be loaded: {error}"
-        ) from error
     if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
         raise ConfigError(
             f"data.tokenizer: {path} has no processor of images; expected the directory of a model "
@@ -290,13 +285,9 @@ def _read(
     Writer(collate.processor, template, renew).checked(list(chain(*lists.values())), {}, at)
     images = [decoded(image, at) for image in record["images"]]
     renew(sum(3 * image.width * image.height for image in images))
-    try:
+    # Processors and templates raise whatever their authors chose.
+    with refusing(f"{at}: the model's processor refuses this record", Exception):
         made = collate([lists | {"images": images}])
-    except MemoryError:
-        raise
-    except Exception as error:  # Processors and templates raise whatever their authors chose.
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{at}: the model's processor refuses this record: {reason}") from error
     ids, labels = made["input_ids"][0], made["labels"][0]
     most = len(ids) if length is None else length
     marks = {*collate.processor.image_token_ids}
@@ -318,10 +309,7 @@ def decoded(image: Image, at: str) -> Any:
     """Returns an image as PIL has it. Raises ConfigError."""
     import datasets
 
-    try:
+    what = image["path"] or f"{len(image['bytes'])} bytes"
+    # Readers of images raise many kinds for a damaged file.
+    with refusing(f"{at}: images: {what} cannot be read as an image", Exception):
         return datasets.Image().decode_example(image)
-    except MemoryError:
-        raise
-    except Exception as error:  # Readers of images raise many kinds for a damaged file.
-        what = image["path"] or f"{len(image['bytes'])} bytes"
-        raise ConfigError(f"{at}: images: {what} cannot be read as an image: {error}") from None

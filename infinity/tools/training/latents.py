@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from infinity.checkpoint.durable import make_directory, sync_file
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.config import DataSource, JobConfig
-from infinity.errors import ConfigError, CorruptionError, corrupt, reporting
+from infinity.errors import ConfigError, CorruptionError, corrupt, refusing, reporting
 from infinity.tools.training.data_files import READERS, is_records, read_rows, read_utf8
 from infinity.tools.training.denoising import Denoising, Tensors
 from infinity.tools.training.images import COLUMNS, Image, decoded, located
@@ -141,10 +141,8 @@ def _content(image: Image, at: str) -> bytes:
     """Returns the bytes of the image's file. Raises ConfigError."""
     if image["bytes"] is not None:
         return bytes(image["bytes"])
-    try:
+    with refusing(f"{at}: {image['path']} cannot be read", OSError):
         return Path(image["path"]).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{at}: {image['path']} cannot be read: {error.strerror}") from None
 
 
 # -- Encoding --------------------------------------------------------------------------------------

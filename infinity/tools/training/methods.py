@@ -19,7 +19,7 @@ import torch
 
 from infinity.config.schema.train import Grpo, Method
 from infinity.config.swap import JobConfig
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.integrations.rollouts import generates
 from infinity.integrations.sampler import ServerSampler
 from infinity.tools.training.job_data import JobData
@@ -67,10 +67,8 @@ def measure_prompts(trainer: Any, config: JobConfig) -> tuple[int, int, str]:
     digest, count, largest = hashlib.sha256(), 0, 0
     for number, row in enumerate(rows, 1):
         at = f"data.paths: prompt {number} of those that are learned"
-        try:
+        with refusing(f"{at}: the chat template cannot write it", Exception):
             [ids], *_ = trainer._tokenize_prompts([row["prompt"]])  # noqa: SLF001
-        except Exception as error:  # A chat template raises any.
-            raise ConfigError(f"{at}: the chat template cannot write it: {error}") from error
         if not 0 < len(ids) <= most:
             raise ConfigError(
                 f"{at} has {len(ids)} tokens; expected 1 to {most}: data.sequence_length={length} "

@@ -17,7 +17,7 @@ from infinity.config.hub import in_hub_cache
 from infinity.config.schema import changed
 from infinity.config.schema.train import Train
 from infinity.config.values import Capacity
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.modules.reading.configuration import (
     CLASS_NAME,
     OF_LABELS,
@@ -195,10 +195,9 @@ def take_generation_config(model: Any, directory: Path) -> None:
     if not file.is_file():
         return
     check_numbers(table_of_file(file), f"model.path: {file}: ")
-    try:
+    # A broken file makes transformers raise any exception.
+    with refusing(f"model.path: {file} cannot be used", Exception):
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # A broken file makes transformers raise any exception.
-        raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -206,15 +205,13 @@ def checkpoint_activations(model: Any) -> None:
     or diffusers model that cannot."""
     # transformers 5.23 renamed the method.
     options = {"use_reentrant": False}
-    try:
+    with refusing("train.activation_checkpointing", ValueError):
         if hasattr(model, "enable_gradient_checkpointing"):  # Of diffusers.
             model.enable_gradient_checkpointing()
         elif hasattr(model, "activation_checkpointing_enable"):
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    except ValueError as error:
-        raise ConfigError(f"train.activation_checkpointing: {error}") from None
 
 
 def generate(

@@ -27,7 +27,7 @@ from infinity.checkpoint.durable import make_directory, replace_file
 from infinity.config import ConfigSource, JobConfig, SwapConfig
 from infinity.config.paths import RUN_NAMES
 from infinity.config.source import override
-from infinity.errors import ConfigError, StorageError, reporting
+from infinity.errors import ConfigError, StorageError, refusing, reporting
 from infinity.storage.lock_file import is_same_file, try_lock
 from infinity.tools.training.metrics import is_metrics
 
@@ -73,11 +73,10 @@ def _receipts(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _marked(marker: Path, key: str, default: Any, kind: Callable[[Any, str], Any]) -> Any:
-    try:
+    kinds = (OSError, MalformedError)
+    with refusing(f"{marker} cannot be used", *kinds, remedy="; give --config"):
         content = table_of(read_json(marker, max_nbytes=MAX_TEXT_NBYTES), "it")
         return kind(content.get(key, default), f"'{key}' in it")
-    except (OSError, MalformedError) as error:
-        raise ConfigError(f"{marker} cannot be used: {error}; give --config") from None
 
 
 class OutputDirectory:

@@ -30,7 +30,7 @@ from infinity.checkpoint.huggingface.safetensors_file import (
     TensorInfo,
 )
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError, UnsupportedError, listed
+from infinity.errors import ConfigError, UnsupportedError, listed, refusing
 from infinity.modules.tiling.experts import is_packed
 from infinity.state.stored import StoredSlice, StoredTensor
 
@@ -127,12 +127,10 @@ def names_in(adapter: Path) -> list[str]:
     file = adapter / EXPERTS_NAME
     if not file.exists():
         return []
-    with SafetensorsReader(file) as reader:
-        try:
-            names = list_of(parse_json(reader.metadata.get(_KEY, "").encode()), _KEY)
-            return [text_of(name, "the name of an expert") for name in names]
-        except MalformedError as error:
-            raise ConfigError(f"{file} has no names of experts in its metadata: {error}") from None
+    what = f"{file} has no names of experts in its metadata"
+    with SafetensorsReader(file) as reader, refusing(what, MalformedError):
+        names = list_of(parse_json(reader.metadata.get(_KEY, "").encode()), _KEY)
+        return [text_of(name, "the name of an expert") for name in names]
 
 
 def changes_of(adapter: Path, base: WeightSource) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -16,7 +16,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.tools.training.chat import CHATML, encode_chats
 from infinity.tools.training.conversation import (
     Message,
@@ -134,12 +134,9 @@ def load_prompts(paths: Sequence[Path], tokenizer: Any) -> Any:
             else:
                 rows.append(row | {"prompt": text_of(prompt, f"{at}: prompt")})
     names = dict.fromkeys(name for row in rows for name in row)  # Not each record has all.
-    try:
+    what = f"data.paths: the records of {paths[0]} have columns of several kinds"
+    with refusing(what, TypeError, pyarrow.ArrowInvalid):
         return datasets.Dataset.from_dict({n: [row.get(n) for row in rows] for n in names})
-    except (TypeError, pyarrow.ArrowInvalid) as error:
-        raise ConfigError(
-            f"data.paths: the records of {paths[0]} have columns of several kinds: {error}"
-        ) from error
 
 
 def needed_columns(columns: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from infinity.bounded import MalformedError, field, list_of, read_json, table_of
 from infinity.config import Model, SwapConfig
 from infinity.config.schema.inputs import AdapterConfig
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 
 _C = TypeVar("_C", bound=SwapConfig)
 
@@ -114,18 +114,15 @@ def _experts_of(adapter: AdapterConfig) -> AutoValue:
     census, and for a share of less than one expert."""
     file, share, by = adapter.experts_census, adapter.experts_share, adapter.experts_score
     assert file is not None and share is not None
-    try:
+    what = f"adapter.experts_census: {file} is no census of experts"
+    remedy = "; expected the file of infinity score --routing"
+    with refusing(what, MalformedError, OSError, TypeError, ValueError, remedy=remedy):
         layers = table_of(field(table_of(read_json(file), "it"), "experts"), "experts")
         ranked = sorted(
             (-float(score), order, number, f"{path}.{number}")
             for order, (path, scores) in enumerate(layers.items())
             for number, score in enumerate(list_of(field(table_of(scores, path), by), by))
         )
-    except (MalformedError, OSError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"adapter.experts_census: {file} is no census of experts ({error}); expected the file "
-            "of infinity score --routing"
-        ) from None
     count = int(len(ranked) * share)
     if not count:
         least = f"; expected at least {100 / len(ranked):.2g} %" if ranked else ""

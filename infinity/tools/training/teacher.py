@@ -20,7 +20,7 @@ import torch
 from infinity.checkpoint import weight_source
 from infinity.config.hub import in_hub_cache
 from infinity.config.schema.train import Distill
-from infinity.errors import ConfigError, InfinityError, StorageError
+from infinity.errors import ConfigError, StorageError, refusing
 from infinity.tools.logprobs import check, in_sweeps, score_sequence
 from infinity.tools.training.base_identity import identify
 from infinity.tools.training.divergence import Likeliest
@@ -72,7 +72,11 @@ class Teacher:
     def _read(self) -> str:
         """Copies what the file says to one that is read by places. Returns its digest."""
         path, start, largest, digest = self.options.teacher, 0, 0, hashlib.sha256()
-        try:
+        what = f"train.distill.teacher: {path} cannot be read"
+        remedy = (
+            "; expected a directory, or a .jsonl or .parquet file of `infinity score --top-k N`"
+        )
+        with refusing(what, OSError, ValueError, KeyError, TypeError, remedy=remedy):
             for number, (tokens, ids, logprobs) in enumerate(_rows_of(path)):
                 count = len(tokens) - 1
                 if not ids.size or ids.shape != logprobs.shape or len(ids) != count:
@@ -87,13 +91,6 @@ class Teacher:
                 self._said[_key(tokens)] = start, count
                 digest.update(_key(tokens) + content)
                 start += 8 * ids.size
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, InfinityError):
-                raise
-            raise ConfigError(
-                f"train.distill.teacher: {path} cannot be read ({error}); expected a directory, or "
-                "a .jsonl or .parquet file of `infinity score --top-k N`"
-            ) from error
         if largest >= self._vocab_size:
             raise ConfigError(
                 f"train.distill.teacher: {path} has token {largest}, and the student "

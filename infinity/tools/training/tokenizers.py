@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.bounded import read_json
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.modules.reading.configuration import MOST_TOKENS
 from infinity.tools.training.settle import tokenizer_of
 
@@ -93,16 +93,13 @@ class HuggingFaceTokenizer:
 
         if not path.is_dir():
             raise ConfigError(f"data.tokenizer: {path} is no directory")
-        try:
+        # A broken directory makes transformers raise any exception.
+        with refusing(f"data.tokenizer: {path} cannot be loaded", Exception):
             if is_kimi(path):
                 self.tokenizer = load_kimi(path)
             else:
                 self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             vocabulary = self.tokenizer.get_vocab()
-        except ConfigError:
-            raise
-        except Exception as error:  # A broken directory makes transformers raise any exception.
-            raise ConfigError(f"data.tokenizer: {path} cannot be loaded: {error}") from error
         if not vocabulary:  # Some releases of transformers load ids of 2^32 - 1 as no tokens.
             raise ConfigError(f"data.tokenizer: {path} has no tokens; expected a vocabulary")
         last = max(vocabulary, key=vocabulary.__getitem__)
@@ -251,14 +248,10 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
-        try:
+        what = f"data.tokenizer: line {number} of {path} is no token and its rank"
+        with refusing(what, ValueError, binascii.Error, remedy="; download the file again"):
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
-            raise ConfigError(
-                f"data.tokenizer: line {number} of {path} is no token and its rank: {error}; "
-                "download the file again"
-            ) from error
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(
         bytes([byte]) in ranks for byte in range(256)
     ):

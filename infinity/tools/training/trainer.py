@@ -27,7 +27,7 @@ from infinity.bounded import MalformedError, field, integer, table_of
 from infinity.checkpoint.run.load import check_kinds, random_state, restore_random_state
 from infinity.config import JobConfig, Optimizer
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError, InfinityError, NonFiniteError
+from infinity.errors import ConfigError, NonFiniteError, refusing
 from infinity.integrations.hf import OffloadedTrainer
 from infinity.integrations.rollouts import generates
 from infinity.modules.reading.adapters import adapter_of, names_of_adapters
@@ -136,7 +136,9 @@ def make_trainer(
         pad_id = processing.pad_token_id
         collator = trl.trainer.sft_trainer.DataCollatorForLanguageModeling
         own["data_collator"] = collator(pad_token_id=0 if pad_id is None else pad_id)
-    try:
+    # TRL and the template raise these for records that they cannot write, and for settings.
+    kinds = (ValueError, TypeError, KeyError, RuntimeError, IndexError)
+    with refusing("TRL refuses the run", *kinds):
         trainer = kind(
             model=model,
             args=trainer_arguments(config, data),
@@ -145,11 +147,6 @@ def make_trainer(
             processing_class=processing,
             **own,
         )
-    except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
-        if isinstance(error, InfinityError):
-            raise
-        # TRL and the template raise these for records that they cannot write, and for settings.
-        raise ConfigError(f"TRL refuses the run: {' '.join(str(error).split())}") from error
     if grpo is not None and reference is not None:
         give_reference(trainer, reference, grpo.beta)
     if config.train.method == "distill":
