@@ -140,7 +140,7 @@ TEST(ADriveThatIsFasterWithMoreInFlightGetsMore) {
   // A machine that stalls at the wrong moment may look like a drive that does not get faster, and
   // one that is busy all the time hides a fast drive: each attempt has a slower one.
   bool is_found = false;
-  for (int attempt = 0; attempt < 4 && !is_found; ++attempt) {
+  for (int attempt = 0; attempt < 6 && !is_found; ++attempt) {
     const std::chrono::microseconds duration(500U << attempt);
     is_found = depth_after(Backend::kThreads, true, kNumBlocks, kNumBlocks, duration) == 8;
   }
