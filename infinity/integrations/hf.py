@@ -32,6 +32,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 import infinity
+from infinity.checkpoint import weight_source
 from infinity.checkpoint.durable import sync_directory, sync_file
 from infinity.checkpoint.huggingface.export_weights import export_safetensors
 from infinity.checkpoint.run.links import label_of, relabel
@@ -211,7 +212,13 @@ def _offload(
         if is_bf16 and resolved.precision.compute == "auto":
             resolved = changed(resolved, {"precision.compute": "bfloat16"})
         _refuse_other_precision(is_bf16, resolved.precision.compute_dtype)
-        infinity.offload(model, resolved, weights=weights)
+        target, parts = model, _parts(model)
+        if len(parts) == 1 and isinstance(weights, (str, os.PathLike)):
+            ((place, part),) = parts.items()
+            stored = weight_source(weights).names()
+            if not any(name.startswith(f"{place}.") for name in stored):
+                target = part  # The directory has its weights, as in sentence-transformers.
+        infinity.offload(target, resolved, weights=weights)
     else:
         if config is not None:
             raise ConfigError("the model is offloaded already; leave `config` out") from None
@@ -258,10 +265,26 @@ def _name_parts(model: Any) -> None:
         kind.attribute_map = kind.attribute_map | {"num_experts": name}
 
 
+def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """Returns the models of transformers, by name, that a model of another library holds, such as
+    sentence-transformers; none for one of transformers or PEFT."""
+    found: dict[str, PreTrainedModel] = {}
+    if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
+        return found
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{place}.") for place in found)
+        if isinstance(module, PreTrainedModel) and not is_inside:
+            found[name] = module
+    return found
+
+
 def _stream_exports(model: Any) -> None:
-    """Makes `save_pretrained` write shard by shard. PEFT's own method, which writes adapters only,
-    stays."""
-    if hasattr(model, "peft_config") or not hasattr(model, "save_pretrained"):
+    """Makes `save_pretrained` write shard by shard, also that of parts of a model. PEFT's own
+    method, which writes adapters only, stays."""
+    parts = _parts(model)
+    for part in parts.values():
+        _stream_exports(part)
+    if parts or hasattr(model, "peft_config") or not hasattr(model, "save_pretrained"):
         return
     plain = model.save_pretrained
 
@@ -272,6 +295,7 @@ def _stream_exports(model: Any) -> None:
         max_shard_size: int | str = 2 * GIB,
         **options: Any,
     ) -> None:
+        options.pop("safe_serialization", None)  # It is always so.
         if state_dict is not None or options:
             plain(
                 save_directory,

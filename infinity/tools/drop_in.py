@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 import infinity
@@ -59,6 +60,7 @@ class DropIn:
 
         models: Any = PreTrainedModel
         plain_move, plain_load = getattr(Trainer, _MOVE), models.from_pretrained.__func__
+        plain_to: Any = nn.Module.to
         plain_post_init: Any = TrainingArguments.__post_init__
 
         def load(cls: Any, path: Any = None, *args: Any, **options: Any) -> Any:
@@ -71,6 +73,13 @@ class DropIn:
         def move(trainer: Any, model: nn.Module, device: Any) -> None:
             if self._directory_in(model) is None:
                 plain_move(trainer, model, device)
+
+        def to(module: nn.Module, *args: Any, **options: Any) -> Any:
+            """Moves no model without memory to a device, whatever it is in."""
+            is_cast = any(isinstance(value, torch.dtype) for value in (*args, *options.values()))
+            if is_cast or self._directory_in(module) is None or _is_offloaded_around(module):
+                return plain_to(module, *args, **options)
+            return module
 
         def post_init(args: Any) -> None:
             if args.deepspeed:
@@ -90,6 +99,7 @@ class DropIn:
             stack.enter_context(patch.object(models, "from_pretrained", classmethod(load)))
             stack.enter_context(patch.object(TrainingArguments, "__post_init__", post_init))
             stack.enter_context(patch.object(Trainer, _MOVE, move))
+            stack.enter_context(patch.object(nn.Module, "to", to))
             for name in ("train", "evaluate", "predict"):
                 stack.enter_context(patch.object(Trainer, name, preparing(getattr(Trainer, name))))
             yield

@@ -278,18 +278,34 @@ def _reader(model: nn.Module, *, master: bool) -> Read:
             return value.float() if master and value.is_floating_point() else value
 
         return read_plain
-    return lambda name: engine.read_parameter(name, master=master)
+    prefix = _prefix_of(model)
+    return lambda name: engine.read_parameter(prefix + name, master=master)
+
+
+def _prefix_of(model: nn.Module) -> str:
+    """Returns what names of the engine have before those of the model, which may be a part of the
+    one that was offloaded."""
+    from infinity.engine.registry import engine_of
+
+    try:
+        modules = engine_of(model).model.named_modules()
+    except InfinityError:
+        return ""
+    place = next((name for name, module in modules if module is model), "")
+    return f"{place}." if place else ""
 
 
 def _tiles_of(model: nn.Module) -> Callable[[TensorGroup], list[str]]:
     """Returns a function that lists the tiles of the tensor of a group; empty for a plain one."""
+    prefix = _prefix_of(model)
 
     def tiles_of(group: TensorGroup) -> list[str]:
         path, _, leaf = group.sources[0][1].rpartition(".")
         module = model.get_submodule(path)
         if group.transform is not None or not isinstance(module, Tiled) or leaf in module._buffers:
             return []
-        return [handle.name_in_model for handle in module.tiled_params[leaf].handles]
+        handles = module.tiled_params[leaf].handles
+        return [handle.name_in_model.removeprefix(prefix) for handle in handles]
 
     return tiles_of
 
