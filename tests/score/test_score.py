@@ -118,23 +118,27 @@ def request_of(directory: Path, tmp_path: Path) -> Request:
     )  # fmt: skip
 
 
+def killed_in_second_sweep() -> Any:
+    sweeps = iter([None, KeyboardInterrupt()])
+
+    def note(*_: int) -> None:
+        if (error := next(sweeps)) is not None:
+            raise error
+
+    return note
+
+
 def test_a_killed_run_goes_on_without_losing_or_doubling_a_row(
     request_of: Request, tmp_path: Path
 ) -> None:
     whole = replace(request_of, output=tmp_path / "whole.jsonl")
     total = program.run(whole)
-    num_sweeps = 0
-
-    def kill(*_: int) -> None:
-        nonlocal num_sweeps
-        num_sweeps += 1
-        if num_sweeps == 2:
-            raise KeyboardInterrupt
-
+    written = tmp_path / "out.jsonl.rows.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        program.run(request_of, note=kill)
-    num_rows = len(rows_of(request_of.output))
-    with request_of.output.open("a") as file:
+        program.run(request_of, note=killed_in_second_sweep())
+    assert not request_of.output.exists()
+    num_rows = len(rows_of(written))
+    with written.open("a") as file:
         file.write('{"record": 3, "tok')
     resumed = program.run(replace(request_of, sweep_tokens=1000))
     assert 0 < num_rows < 6 and resumed.resumed_at == num_rows
@@ -241,6 +245,7 @@ def test_conversations_and_text_files_are_scored(request_of: Request, tmp_path: 
     [
         ({"top_k": 10**6}, "top_k: expected 0 to 259"),
         ({"max_length": 3}, "record 3 has 4 tokens, more than 3"),
+        ({"max_length": 1, "data": (EXAMPLES / "make_model.py",)}, "in pieces of at least two"),
         ({"output": Path("out.csv")}, r"expected a \.jsonl or \.parquet file"),
     ],
 )
@@ -268,3 +273,37 @@ def test_rows_of_another_run_are_left_alone(request_of: Request, tmp_path: Path)
     with pytest.raises(ConfigError, match="not from `infinity score`"):
         program.run(replace(request_of, output=other))
     assert other.read_text() == "mine\n"
+    request_of.output.unlink()
+    assert program.run(replace(request_of, sweep_tokens=1000)).resumed_at == 0
+    assert request_of.output.read_text() == rows
+
+
+def test_rows_of_an_ended_run_are_neither_taken_over_nor_written_by_two(
+    request_of: Request, tmp_path: Path
+) -> None:
+    request = replace(request_of, output=tmp_path / "out.parquet")
+
+    def begin_another(*_: int) -> None:
+        with pytest.raises(ConfigError, match=r"out\.parquet is in use by process"):
+            program.run(request)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        program.run(request, note=begin_another)
+    (tmp_path / "out.parquet.made-of.json").unlink()
+    with pytest.raises(ConfigError, match="not from `infinity score`"):
+        program.run(replace(request, dtype="bfloat16"))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"data.jsonl", "swap.toml", "out.parquet.rows.jsonl"}
+
+
+def test_a_row_holds_no_number_that_json_lacks(request_of: Request, tmp_path: Path) -> None:
+    sequence = program.ScoredSequence(0, None, [1, 2])
+    scores = [logprobs.TokenScores(logprobs=torch.tensor([v])) for v in (-800.0, math.nan)]
+    rows = program.ScoreRows(request_of, {"routing": None})
+    with rows.open():
+        rows.write([program.row_of(sequence, score) for score in scores])
+        rows.end()
+    overflowed, unknown = rows_of(request_of.output)
+    assert overflowed["perplexity"] is None and overflowed["mean_logprob"] == -800
+    assert unknown["logprobs"] == [None, None] and unknown["sum_logprob"] is None

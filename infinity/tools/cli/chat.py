@@ -125,11 +125,11 @@ def score(
         str | None, opt("N,N", "Also the hidden states of these layers; 0 is the first input.")
     ] = None,
     max_length: Annotated[
-        int | None, opt("N", "Tokens of a piece of a text file. A longer record is refused.")
+        int | None, opt("N", "Tokens of a piece of a text file. A longer record is refused.", min=2)
     ] = None,
     sweep_tokens: Annotated[
         int | None,
-        opt("N", "Tokens that pass the weights together. Default: 32768, on a GPU 131072."),
+        opt("N", "Tokens that pass the weights together. Default: 32768, on a GPU 131072.", min=1),
     ] = None,
     routing: Annotated[
         Path | None,

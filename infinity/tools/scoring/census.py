@@ -37,30 +37,29 @@ Counts = dict[str, torch.Tensor]
 _now = threading.local()  # Sequences that pass a block together run in threads of their own.
 
 
-@contextmanager
-def watching(
-    model: nn.Module, call: Callable[[Sequence[int]], T], *, is_counted: bool
-) -> Iterator[Callable[[Sequence[int]], tuple[T, Counts]]]:
-    """Yields `call`, which calls the model, with the counts of that call beside its result: none
-    unless `is_counted`.
+def counted(call: Callable[[Sequence[int]], T]) -> Callable[[Sequence[int]], tuple[T, Counts]]:
+    """Returns `call`, which calls a model, with the counts of that call beside its result. There
+    are some inside of `watching` alone."""
 
-    Raises ConfigError for a model without experts whose module gets the router's choice.
-    """
-
-    def note(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _, indices, weights = (*args, *kwargs.values())
-        chosen, count = indices.flatten().cpu(), int(module.num_experts)
-        sums = [torch.ones(len(chosen)), weights.flatten().cpu()]
-        rows = [chosen.bincount(numbers.double(), count) for numbers in sums]
-        _now.counts[name] = _now.counts.get(name, 0) + torch.stack(rows)
-
-    def counted(ids: Sequence[int]) -> tuple[T, Counts]:
+    def both(ids: Sequence[int]) -> tuple[T, Counts]:
         _now.counts = {}
         return call(ids), _now.counts
 
-    if not is_counted:
-        yield lambda ids: (call(ids), {})
-        return
+    return both
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[None]:
+    """Counts the choices of the router. Raises ConfigError for a model without experts whose module
+    gets these."""
+
+    def note(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        taken = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args
+        chosen, count = taken[2].flatten().cpu(), int(module.num_experts)
+        sums = [torch.ones(len(chosen)), taken[3].flatten().cpu()]
+        rows = [chosen.bincount(numbers.double(), count) for numbers in sums]
+        _now.counts[name] = _now.counts.get(name, 0) + torch.stack(rows)
+
     prefix = "base_model.model." if hasattr(model, "peft_config") else ""
     hooks = [
         module.register_forward_pre_hook(partial(note, name.removeprefix(prefix)), with_kwargs=True)
@@ -73,40 +72,36 @@ def watching(
             "choice; leave it out"
         )
     try:
-        yield counted
+        yield
     finally:
         for hook in hooks:
             hook.remove()
 
 
+def num_counted(output: Path, num_rows: int) -> int:
+    """Returns for how many of the first rows of a run that was ended there are sums."""
+    found = (int(file.stem) for file in _file_of(output, 0).parent.glob("*.safetensors"))
+    return max((number for number in found if number <= num_rows), default=0)
+
+
 def counts_after(output: Path, num_rows: int) -> Counts:
-    """Returns the sums over as many records, of a run that was ended. Raises ConfigError where
-    their file is gone."""
-    file = _file_of(output, num_rows)
-    if num_rows and not file.is_file():
-        raise ConfigError(f"{file} is gone; remove {output} to count the experts again")
-    return load_file(file) if num_rows else {}
+    """Returns the sums over as many records, of a run that was ended."""
+    return load_file(_file_of(output, num_rows)) if num_rows else {}
 
 
-@contextmanager
-def adding(
-    totals: Counts | None, records: Sequence[Counts], output: Path, num_rows: int
-) -> Iterator[None]:
+def add(totals: Counts, records: Sequence[Counts], output: Path, num_rows: int) -> None:
     """Adds the counts of further records to those of `num_rows`, in the order of the records, and
-    puts the sums on the drive before the rows of these, which a `with` block writes."""
-    if totals is None:
-        yield
-        return
+    puts the sums on the drive, before the rows of these; those of `num_rows` stay until then."""
     for counts in records:
         for name, own in counts.items():
             totals[name] = totals.get(name, 0) + own
-    file = _file_of(output, num_rows + len(records))
+    before, file = _file_of(output, num_rows), _file_of(output, num_rows + len(records))
     file.parent.mkdir(exist_ok=True)
+    for other in {*file.parent.iterdir()} - {before}:
+        other.unlink()
     save_file(totals, file)
     sync_file(file)
     sync_directory(file.parent)
-    yield
-    _file_of(output, num_rows).unlink(missing_ok=True)
 
 
 def _file_of(output: Path, num_rows: int) -> Path:

@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,10 +38,20 @@ from infinity.tools.logprobs import (
     score_sequence,
 )
 from infinity.tools.pretrained import choose_config, from_pretrained, with_saved_adapter
-from infinity.tools.scoring.census import Counts, adding, counts_after, watching, write_census
+from infinity.tools.scoring.census import (
+    Counts,
+    add,
+    counted,
+    counts_after,
+    num_counted,
+    watching,
+    write_census,
+)
 from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
 from infinity.tools.training.adapter import num_labels_of
 from infinity.tools.training.base_identity import BaseIdentity, identify, sha256_of
+from infinity.tools.training.output import locked, unlock
+from infinity.tools.training.report import finite
 from infinity.tools.training.tokenizers import open_tokenizer
 
 _ROWS_AT_ONCE = 256
@@ -84,63 +95,72 @@ class Total:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers by name."""
-        return asdict(self)
+        """Returns the numbers by name, None for one that is not finite."""
+        found: dict[str, Any] = finite(asdict(self))
+        return found
 
 
 class ScoreRows:
-    """The file of rows, and beside it what they were made of. A Parquet file is made at the end, of
-    the rows in `<output>.rows.jsonl`."""
+    """The rows of a run in `<output>.rows.jsonl`, of which `end` makes the output, and beside them
+    in `<output>.made-of.json` what they follow from."""
 
     def __init__(self, request: Request, made_of: dict[str, Any]) -> None:
         self._target = request.output
         if request.output.suffix not in (".jsonl", ".parquet"):
             raise ConfigError(f"--output {request.output}: expected a .jsonl or .parquet file")
-        self._is_table = request.output.suffix == ".parquet"
-        name = request.output.name
-        self._rows = (
-            request.output.with_name(name + ".rows.jsonl") if self._is_table else self._target
+        self._rows, self._note, self._lock = (
+            request.output.with_name(request.output.name + ending)
+            for ending in (".rows.jsonl", ".made-of.json", ".lock")
         )
-        self._note = request.output.with_name(name + ".made-of.json")
         self._made_of = made_of
-        self.num_done = 0
+        self.sums: list[tuple[float, int]] = []  # Of each row, and how many tokens are in it.
 
-    def open(self) -> tuple[float, float]:
-        """Finds the rows of a run that was ended, and cuts one that is torn. Returns the sum of
-        their log-probabilities, and the number of these. Raises ConfigError for rows of another
-        run, or of a complete one."""
-        before = json.loads(self._note.read_text()) if self._note.is_file() else None
-        if before is None and self._target.exists():
-            raise ConfigError(f"{self._target} exists, and not from `infinity score`; move it away")
-        if before is not None:
-            differing = [k for k, value in self._made_of.items() if before.get(k) != value]
-            if differing:
-                raise ConfigError(
-                    f"{self._target} was made with another {', '.join(differing)}; give another "
-                    "--output, or remove it"
-                )
-            if before.get("is_complete"):
-                raise ConfigError(f"{self._target} is complete; remove it to score again")
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Finds the rows of a run that was ended, and cuts what the next sweep writes again. No
+        other process writes rows during the block. Raises ConfigError for rows of another run, of a
+        complete one, and of one that another process makes."""
         self._target.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self._note, json.dumps(self._made_of, indent=2))
-        return self._cut()
+        lock = locked(self._lock, f"--output {self._target}")
+        try:
+            self._refuse_others()
+            replace_file(self._note, json.dumps(self._made_of, indent=2))
+            self._cut()
+            yield
+        finally:
+            unlock(lock, self._lock)
 
-    def _cut(self) -> tuple[float, float]:
-        total = count = 0.0
+    def _refuse_others(self) -> None:
+        there = next((path for path in (self._target, self._rows) if path.exists()), None)
+        if there is None:
+            return
+        if not self._note.is_file():
+            raise ConfigError(
+                f"{there} exists, and not from `infinity score`, which leaves {self._note.name} "
+                "beside it; move it away"
+            )
+        before = json.loads(self._note.read_text())
+        differing = [k for k, value in self._made_of.items() if before.get(k) != value]
+        if differing:
+            raise ConfigError(
+                f"{there} was made with another {', '.join(differing)}; give another --output, or "
+                "remove it"
+            )
+        if there == self._target:
+            raise ConfigError(f"{there} is complete; remove it to score again")
+
+    def _cut(self) -> None:
         if not self._rows.exists():
-            return total, count
+            return
+        ends = [0]
         with self._rows.open("rb+") as file:
-            end = 0
             for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                row = json.loads(line)
-                end += len(line)
-                self.num_done += 1
-                total += row.get("sum_logprob", 0.0)
-                count += row.get("num_scored", 0)
-            file.truncate(end)
-        return total, count
+                if line.endswith(b"\n"):
+                    ends.append(ends[-1] + len(line))
+                    self.sums.append(_sum_of(json.loads(line)))
+            if self._made_of["routing"]:
+                del self.sums[num_counted(self._target, len(self.sums)) :]
+            file.truncate(ends[len(self.sums)])
 
     def keep_states(self, rows: Sequence[dict[str, Any]], scores: Sequence[TokenScores]) -> None:
         """Writes the hidden states of each row to a file of its own, and its name to the row. They
@@ -158,21 +178,39 @@ class ScoreRows:
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Appends rows, and waits until they are on the drive."""
         with self._rows.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(_line(row) for row in rows)
             file.flush()
             os.fsync(file.fileno())
-        self.num_done += len(rows)
+        self.sums += map(_sum_of, rows)
 
     def end(self) -> None:
-        """Makes the Parquet file, and notes that the run is complete."""
-        if self._is_table:
+        """Makes the output of the rows."""
+        if self._target.suffix == ".parquet":
             partial = self._target.with_name(self._target.name + ".partial")
             with self._rows.open(encoding="utf-8") as file:
                 _write_table(partial, map(json.loads, file))
             partial.replace(self._target)
             self._rows.unlink()
-        replace_file(self._note, json.dumps(self._made_of | {"is_complete": True}, indent=2))
+        else:
+            self._rows.replace(self._target)
         sync_directory(self._target.parent)
+
+
+def _line(row: dict[str, Any]) -> str:
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # A model may overflow.
+        text = json.dumps(finite(row), ensure_ascii=False)
+    return text + "\n"
+
+
+def _sum_of(row: dict[str, Any]) -> tuple[float, int]:
+    found = row.get("sum_logprob", 0.0)
+    return math.nan if found is None else found, row.get("num_scored", 0)
+
+
+def _perplexity(mean: float) -> float:
+    return math.inf if mean < -700 else math.exp(-mean)  # e^709 is the last power below infinity.
 
 
 def _write_table(path: Path, rows: Iterator[dict[str, Any]]) -> None:
@@ -222,28 +260,26 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
         raise ConfigError(f"--routing {request.routing} exists; remove it, or give another name")
     base = identify(weight_source(directory))
     output = ScoreRows(request, _made_of(request, directory, base, sequences))
-    total, count = output.open()
-    resumed_at, read_nbytes = output.num_done, 0
-    left = sequences[output.num_done :]
-    counts = None if request.routing is None else counts_after(request.output, output.num_done)
-    if left:
-        model = _open(request, directory, num_labels)
-        try:
-            total, count, read_nbytes = _score(
-                model, left, request, output, counts, (total, count), note
-            )
-        finally:
-            close(model)
-    num_tokens = sum(len(sequence.ids) for sequence in sequences)
-    if counts is not None and request.routing is not None:
-        write_census(request.routing, counts, base, len(sequences), num_tokens)
-    output.end()
+    num_tokens, read_nbytes = sum(len(sequence.ids) for sequence in sequences), 0
+    with output.open():
+        resumed_at = len(output.sums)
+        counts = None if request.routing is None else counts_after(request.output, resumed_at)
+        if left := sequences[resumed_at:]:
+            model = _open(request, directory, num_labels)
+            try:
+                read_nbytes = _score(model, left, request, output, counts, note)
+            finally:
+                close(model)
+        if counts is not None and request.routing is not None:
+            write_census(request.routing, counts, base, len(sequences), num_tokens)
+        output.end()
+    total, count = map(sum, zip(*output.sums, strict=True))
     mean = total / count if count else math.nan
     return Total(
         num_records=len(sequences),
         num_tokens=num_tokens,
         mean_logprob=mean,
-        perplexity=math.exp(-mean) if count else math.nan,
+        perplexity=_perplexity(mean),
         seconds=time.perf_counter() - begun_s,
         read_nbytes=read_nbytes,
         resumed_at=resumed_at,
@@ -279,13 +315,11 @@ def _score(
     request: Request,
     output: ScoreRows,
     counts: Counts | None,
-    sums: tuple[float, float],
     note: Callable[[int, int, int], None],
-) -> tuple[float, float, int]:
-    """Returns the sums of log-probabilities and of scored tokens, and the bytes read. `counts`: of
-    experts so far, for a census."""
-    (total, count), counters = sums, engine_of(model).counters
-    texts, following, done = [sequence.ids for sequence in left], iter(left), 0
+) -> int:
+    """Returns the bytes read. `counts`: of experts so far, for a census."""
+    counters, following, done = engine_of(model).counters, iter(left), 0
+    texts = [sequence.ids for sequence in left]
     num_tokens = sum(map(len, texts))
 
     def read_nbytes() -> int:
@@ -294,20 +328,19 @@ def _score(
     call: Callable[[Sequence[int]], Any] = partial(labels_of_sequence, model)
     if model.get_output_embeddings() is not None:
         call = partial(score_sequence, model, top_k=request.top_k, layers=request.layers)
-    with watching(model, call, is_counted=counts is not None) as both:
-        for found in in_sweeps(model, both, texts, request.sweep_tokens):
+    with nullcontext() if counts is None else watching(model):
+        for found in in_sweeps(model, counted(call), texts, request.sweep_tokens):
             scores, of_records = zip(*found, strict=True)
             scored = list(itertools.islice(following, len(scores)))
             rows = [row_of(*pair) for pair in zip(scored, scores, strict=True)]
             if request.layers:
                 output.keep_states(rows, scores)
-            with adding(counts, of_records, request.output, output.num_done):
-                output.write(rows)
-            total += sum(row.get("sum_logprob", 0.0) for row in rows)
-            count += sum(row.get("num_scored", 0) for row in rows)
+            if counts is not None:
+                add(counts, of_records, request.output, len(output.sums))
+            output.write(rows)
             done += sum(len(sequence.ids) for sequence in scored)
             note(done, num_tokens, read_nbytes())
-    return total, count, read_nbytes()
+    return read_nbytes()
 
 
 def row_of(sequence: ScoredSequence, scores: TokenScores | torch.Tensor) -> dict[str, Any]:
@@ -328,7 +361,7 @@ def row_of(sequence: ScoredSequence, scores: TokenScores | torch.Tensor) -> dict
         "num_scored": len(scored),
         "sum_logprob": sum(scored),
         "mean_logprob": mean,
-        "perplexity": None if mean is None else math.exp(-mean),
+        "perplexity": None if mean is None else _perplexity(mean),
     }
     if sequence.mask is not None:
         row["is_answer"] = sequence.mask

@@ -49,8 +49,11 @@ def read_sequences(
     tokenizer = open_tokenizer(directory)
     texts, records = collect_files([DataSource.model_validate(str(path)) for path in paths])
     if texts:
-        return list(_of_texts(texts, tokenizer, max_length))
-    found = list(_of_records(records, tokenizer, vocab_size))
+        found = list(_of_texts(texts, tokenizer, max_length))
+    else:
+        found = list(_of_records(records, tokenizer, vocab_size))
+    if not found:
+        raise ConfigError(f"{paths[0]}: expected two tokens or more, in pieces of at least two")
     for sequence in found:
         if max_length is not None and len(sequence.ids) > max_length:
             raise ConfigError(

@@ -122,7 +122,7 @@ class OutputDirectory:
                 "is known. Name another directory, or empty it; if a run of yours wrote it and "
                 f"only that file was lost, go on after `touch {directory / MARKER_NAME}`"
             )
-        self._lock = locked(directory)
+        self._lock = locked(directory / LOCK_NAME)
 
     def mark(
         self, receipt: dict[str, Any] | None = None, *, after: int = 0, has_accepted: bool = False
@@ -149,7 +149,7 @@ class OutputDirectory:
                 return False
             make_directory(self.path)
             self.close()
-            self._lock = locked(self.path)
+            self._lock = locked(self.path / LOCK_NAME)
         self.mark()
         return True
 
@@ -157,11 +157,7 @@ class OutputDirectory:
         """Releases the lock. Idempotent."""
         if self._lock is None:
             return
-        path = self.path / LOCK_NAME
-        with contextlib.suppress(OSError):
-            if is_same_file(self._lock, str(path)):
-                path.unlink()
-        os.close(self._lock)
+        unlock(self._lock, self.path / LOCK_NAME)
         self._lock = None
 
 
@@ -196,10 +192,9 @@ def _places_of_others(config: JobConfig) -> Iterator[tuple[str, Path]]:
         yield "data", source.location
 
 
-def locked(directory: Path) -> int:
-    """Returns a descriptor that owns the lock of a directory. The kernel releases it with the
-    process."""
-    path = directory / LOCK_NAME
+def locked(path: Path, place: str = "") -> int:
+    """Returns a descriptor that owns the lock at a path: of an output directory, or of another
+    `place`. The kernel releases it with the process. Raises ConfigError if it is held."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
         fd = os.open(path, flags, 0o600)
@@ -209,8 +204,8 @@ def locked(directory: Path) -> int:
             if not _try_lock(fd, path):
                 holder = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
                 raise ConfigError(
-                    f"output.directory: {directory} is in use by {holder}; give every run its own "
-                    "output directory, or end that process"
+                    f"{place or f'output.directory: {path.parent}'} is in use by {holder}; give "
+                    "every run its own output, or end that process"
                 )
             # The former owner may have removed the file between open and flock.
             if is_same_file(fd, str(path)):
@@ -221,6 +216,14 @@ def locked(directory: Path) -> int:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def unlock(lock: int, path: Path) -> None:
+    """Removes the file of a lock that `locked` has taken, and releases it."""
+    with contextlib.suppress(OSError):
+        if is_same_file(lock, str(path)):
+            path.unlink()
+    os.close(lock)
 
 
 def _try_lock(fd: int, path: Path) -> bool:
