@@ -83,10 +83,9 @@ def open_writer(directory: Path, config: Any = None) -> TextWriter:
     `config`: tiers and budgets, what `infinity.offload` takes. Raises ConfigError for a directory
     that is neither, and for an adapter whose base is gone.
     """
-    base, settings = directory, SwapConfig.load(config)
-    if (directory / ADAPTER_NAMES[0]).is_file():
-        base = base_of(directory)
-        settings = with_saved_adapter(settings, directory)
+    adapter = directory if (directory / ADAPTER_NAMES[0]).is_file() else None
+    base = base_of(directory) if adapter else directory
+    settings = with_saved_adapter(SwapConfig.load(config), adapter)
     model = from_pretrained(base, settings, is_frozen=True)
     place = tokenizer_of(directory)
     if place.value == "bytes":

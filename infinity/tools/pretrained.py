@@ -137,10 +137,10 @@ def empty_pretrained(
     return model
 
 
-def with_saved_adapter(config: SwapConfig, adapter: Path) -> SwapConfig:
-    """Returns the configuration of a model with an adapter that was saved."""
-    saved = SwapConfig.load({"adapter": {"resume": str(adapter.resolve())}}).adapter
-    return config.model_copy(update={"adapter": saved})
+def with_saved_adapter(config: SwapConfig, adapter: Path | None) -> SwapConfig:
+    """Returns the configuration of a model with an adapter that was saved, or with none."""
+    saved = adapter and SwapConfig.load({"adapter": {"resume": str(adapter.resolve())}}).adapter
+    return config.model_copy(update={"adapter": saved, "adapters": ()})
 
 
 def choose_config(

@@ -297,6 +297,26 @@ def test_rows_of_an_ended_run_are_neither_taken_over_nor_written_by_two(
     assert left == {"data.jsonl", "swap.toml", "out.parquet.rows.jsonl"}
 
 
+def test_a_file_gives_tiers_and_no_adapter_and_its_precision_is_that_of_all_rows(
+    request_of: Request, directory: Path, tmp_path: Path
+) -> None:
+    plain_model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(plain_model, config).save_pretrained(tmp_path / "adapter")
+    program.run(request_of)
+    tiers = request_of.config.read_text() if request_of.config else ""
+    files = {name: tmp_path / f"{name}.toml" for name in ("float32", "bfloat16")}
+    for name, path in files.items():
+        path.write_text(f'{tiers}[precision]\ncompute = "{name}"\n[adapter]\nresume = "adapter"\n')
+    request = replace(request_of, output=tmp_path / "b.jsonl", dtype=None, config=files["float32"])
+    with pytest.raises(KeyboardInterrupt):
+        program.run(request, note=killed_in_second_sweep())
+    with pytest.raises(ConfigError, match="made with another dtype"):
+        program.run(replace(request, config=files["bfloat16"]))
+    assert program.run(request).resumed_at > 0
+    assert request.output.read_text() == request_of.output.read_text()
+
+
 def test_a_row_holds_no_number_that_json_lacks(request_of: Request, tmp_path: Path) -> None:
     sequence = program.ScoredSequence(0, None, [1, 2])
     scores = [logprobs.TokenScores(logprobs=torch.tensor([v])) for v in (-800.0, math.nan)]

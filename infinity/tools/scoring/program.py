@@ -37,7 +37,12 @@ from infinity.tools.logprobs import (
     labels_of_sequence,
     score_sequence,
 )
-from infinity.tools.pretrained import choose_config, from_pretrained, with_saved_adapter
+from infinity.tools.pretrained import (
+    choose_config,
+    for_directory,
+    from_pretrained,
+    with_saved_adapter,
+)
 from infinity.tools.scoring.census import (
     Counts,
     add,
@@ -259,13 +264,16 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     if request.routing is not None and request.routing.exists():
         raise ConfigError(f"--routing {request.routing} exists; remove it, or give another name")
     base = identify(weight_source(directory))
-    output = ScoreRows(request, _made_of(request, directory, base, sequences))
+    chosen: Any = request.config
+    config = SwapConfig.load(chosen) if chosen else choose_config(directory, is_frozen=True)
+    config = for_directory(with_saved_adapter(config, request.adapter), directory, request.dtype)
+    output = ScoreRows(request, _made_of(request, directory, config, base, sequences))
     num_tokens, read_nbytes = sum(len(sequence.ids) for sequence in sequences), 0
     with output.open():
         resumed_at = len(output.sums)
         counts = None if request.routing is None else counts_after(request.output, resumed_at)
         if left := sequences[resumed_at:]:
-            model = _open(request, directory, num_labels)
+            model = _open(request, directory, config, num_labels)
             try:
                 read_nbytes = _score(model, left, request, output, counts, note)
             finally:
@@ -286,7 +294,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     )
 
 
-def _open(request: Request, directory: Path, num_labels: int | None) -> Any:
+def _open(request: Request, directory: Path, config: SwapConfig, num_labels: int | None) -> Any:
     """Returns the frozen model in eval mode, with its adapter; with `num_labels` one that scores
     sequences."""
     from transformers import AutoModelForSequenceClassification
@@ -298,14 +306,9 @@ def _open(request: Request, directory: Path, num_labels: int | None) -> Any:
         fast = open_tokenizer(directory).for_records()  # As in training.
         ids = (fast.pad_token_id, fast.eos_token_id)
         options["pad_token_id"] = next((token for token in ids if token is not None), None)
-    chosen: Any = request.config
-    config = SwapConfig.load(chosen) if chosen else choose_config(directory, is_frozen=True)
-    if request.adapter is not None:
-        config = with_saved_adapter(config, request.adapter)
     model = from_pretrained(
-        directory, config, is_frozen=True, dtype=request.dtype,
-        trust_remote_code=request.trust_remote_code, **options,
-    )  # fmt: skip
+        directory, config, is_frozen=True, trust_remote_code=request.trust_remote_code, **options
+    )
     return model.eval()
 
 
@@ -372,7 +375,11 @@ def row_of(sequence: ScoredSequence, scores: TokenScores | torch.Tensor) -> dict
 
 
 def _made_of(
-    request: Request, directory: Path, base: BaseIdentity, sequences: Sequence[ScoredSequence]
+    request: Request,
+    directory: Path,
+    config: SwapConfig,
+    base: BaseIdentity,
+    sequences: Sequence[ScoredSequence],
 ) -> dict[str, Any]:
     """Returns what the rows follow from, but for how many pass together."""
     digest = hashlib.sha256()
@@ -383,7 +390,8 @@ def _made_of(
         "weights": [base.table_sha256, base.samples_sha256],
         "adapter": request.adapter and sha256_of(*sorted(request.adapter.glob("adapter_*"))),
         "tokens": digest.hexdigest(),
-        "dtype": request.dtype,
+        "dtype": config.precision.compute_dtype,
+        "schedule": [config.schedule.experts, config.schedule.tile],
         "top_k": request.top_k,
         "layers": list(request.layers) or None,
         "routing": request.routing is not None or None,
