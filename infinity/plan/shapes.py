@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from torch import nn
 from infinity.config import AdapterConfig
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS
 from infinity.errors import ConfigError
-from infinity.modules.reading.configuration import empty_model, text_model_of, towers
+from infinity.modules.reading.configuration import auto_class, empty_model, text_model_of, towers
 from infinity.plan.tables import Table
 
 # Where weights are used: the number of a block, or a place outside blocks. Passes over text read no
@@ -161,10 +162,16 @@ def shape_of_config(
 
 
 def model_on_meta(hf_config: Any, where: str, *, trusts_code: bool = False) -> Any:
-    """Returns the model of a configuration without memory and without values. Raises
-    ConfigError."""
+    """Returns the model of a configuration without memory and without values; of an encoder the one
+    that scores sequences. Raises ConfigError."""
+    kind = None
+    with suppress(ConfigError):
+        kind = auto_class(hf_config, where, trusts_code=trusts_code)
+    if kind is None:
+        with suppress(ConfigError):
+            kind = auto_class(hf_config, where, trusts_code=trusts_code, scores=True)
     with torch.device("meta"):  # Nobody reads values: transformers draws none on this device.
-        return empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
+        return empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code, kind=kind)
 
 
 def shape_of_model(

@@ -8,7 +8,7 @@ offloads its model, with the adapter that TRL has attached, before it first trai
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -24,7 +24,7 @@ from infinity.config import SwapConfig
 from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, InfinityError
-from infinity.integrations.hf import OffloadedTrainer, prepare_trainer
+from infinity.integrations.hf import OffloadedTrainer, prepare_accelerator, prepare_trainer
 from infinity.tools.pretrained import (
     choose_config,
     empty_pretrained,
@@ -56,11 +56,13 @@ class DropIn:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Has transformers build and train by this object for the time of a `with` block."""
+        from accelerate import Accelerator
         from transformers import PreTrainedModel, Trainer, TrainingArguments
 
         models: Any = PreTrainedModel
         plain_move, plain_load = getattr(Trainer, _MOVE), models.from_pretrained.__func__
         plain_to: Any = nn.Module.to
+        plain_prepare: Any = Accelerator.prepare
         plain_post_init: Any = TrainingArguments.__post_init__
 
         def load(cls: Any, path: Any = None, *args: Any, **options: Any) -> Any:
@@ -86,6 +88,14 @@ class DropIn:
                 self._config, args.deepspeed = self._config or args.deepspeed, None
             plain_post_init(args)
 
+        def prepare(accelerator: Any, *parts: Any, **options: Any) -> Any:
+            made = self._for_loop(accelerator, parts)
+            left = [part for part in parts if id(part) not in made]
+            found = plain_prepare(accelerator, *left, **options) if left else ()
+            rest = iter((found,) if len(left) == 1 else found)
+            every = [made[id(part)] if id(part) in made else next(rest) for part in parts]
+            return every[0] if len(every) == 1 else tuple(every)
+
         def preparing(plain: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(plain)
             def method(trainer: Any, *args: Any, **options: Any) -> Any:
@@ -100,6 +110,7 @@ class DropIn:
             stack.enter_context(patch.object(TrainingArguments, "__post_init__", post_init))
             stack.enter_context(patch.object(Trainer, _MOVE, move))
             stack.enter_context(patch.object(nn.Module, "to", to))
+            stack.enter_context(patch.object(Accelerator, "prepare", prepare))
             for name in ("train", "evaluate", "predict"):
                 stack.enter_context(patch.object(Trainer, name, preparing(getattr(Trainer, name))))
             yield
@@ -145,6 +156,30 @@ class DropIn:
         prepare_trainer(trainer, config, weights=directory)
         return True
 
+    def _for_loop(self, accelerator: Any, parts: tuple[Any, ...]) -> dict[int, Any]:
+        """Offloads the models that `accelerator.prepare` got, with their optimizers. Returns both
+        as they are prepared, by the ids of those that were passed. Schedulers follow."""
+        made: dict[int, Any] = {}
+        for model in parts:
+            directory = self._directory_in(model) if isinstance(model, nn.Module) else None
+            if directory is None or _is_offloaded_around(model):
+                continue
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            plain = next((p for p in parts if isinstance(p, torch.optim.Optimizer) and any(
+                id(parameter) in names for group in p.param_groups for parameter in group["params"]
+            )), None)  # fmt: skip
+            if plain is None:
+                continue
+            adapters = getattr(model, "peft_config", {})
+            config = self._config_for(directory, next(iter(adapters.values()), None))
+            infinity.offload(model, config, weights=directory)
+            optimizer = optimizer_like(plain, dict(model.named_parameters()), names)
+            made[id(model)], made[id(plain)] = prepare_accelerator(accelerator, model, optimizer)
+            for scheduler in parts:
+                if getattr(scheduler, "optimizer", None) is plain:
+                    scheduler.optimizer = optimizer
+        return made
+
     def _config_for(self, directory: Path, peft_config: Any) -> SwapConfig:
         """Returns the configuration of the next model, whose swap directories are its own."""
         if self._config is None:
@@ -154,6 +189,31 @@ class DropIn:
         number = len(self.offloaded)
         self.offloaded.append(str(directory))
         return with_own_drives(config, str(number)) if number else config
+
+
+def optimizer_like(
+    plain: torch.optim.Optimizer, parameters: Mapping[str, Any], names: Mapping[int, str]
+) -> infinity.AdamW:
+    """Returns the optimizer of an offloaded model with the groups of one of torch, whose parameters
+    have `names` by their ids. Raises ConfigError for another rule."""
+    kind = type(plain).__name__
+    unlike = [
+        key for group in plain.param_groups for key, value in group.items()
+        if value and key in ("amsgrad", "maximize", "capturable", "differentiable")
+    ]  # fmt: skip
+    if kind not in ("AdamW", "Adam") or unlike:
+        raise ConfigError(
+            f"the loop has {kind} {' '.join(unlike)}; `infinity run` takes torch.optim.AdamW and "
+            "Adam. For another rule take infinity.from_pretrained and its optimizers"
+        )
+    kept = ("lr", "initial_lr", "betas", "eps", "weight_decay")
+    groups = [
+        {"params": [parameters[names[id(p)]] for p in group["params"]]}
+        | {key: group[key] for key in kept if key in group}
+        for group in plain.param_groups
+    ]
+    made: infinity.AdamW = getattr(infinity, kind)(groups)
+    return made
 
 
 def _is_offloaded_around(model: nn.Module) -> bool:
