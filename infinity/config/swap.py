@@ -255,10 +255,11 @@ class SwapConfig(Section):
             if getattr(train, key) and not train.eval_every
         ]
         if data and train.diffusion:
-            named = data.model_fields_set & {"packing", "max_bytes", "tokenizer"}
+            plain = {"packing": False, "max_bytes": None, "tokenizer": "auto"}
             faults += [
                 fault(f'expected no data.{key} with method = "diffusion"', "method")
-                for key in sorted(named)
+                for key, value in plain.items()
+                if getattr(data, key) != value
             ]
         most = data.sequence_length - 1 if data else None
         if most and train.grpo and train.grpo.max_completion_length > most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,17 +35,20 @@ def dit() -> nn.Module:
 def step(model: nn.Module, optimizer: Any, seed: int) -> float:
     """One step of noise prediction; the loss."""
     source = torch.Generator().manual_seed(seed)
+    predicted: Tensor
     images, noise = (torch.randn(2, 3, 8, 8, generator=source) for _ in range(2))
     times = torch.randint(0, 100, (2,), generator=source)
     scheduler = diffusers.DDPMScheduler(num_train_timesteps=100)
     noisy = scheduler.add_noise(images, noise, times)
-    if isinstance(model, diffusers.DiTTransformer2DModel):
+    if isinstance(model, diffusers.FluxTransformer2DModel):
+        predicted, noise = velocity(model, source)
+    elif isinstance(model, diffusers.DiTTransformer2DModel):
         labels = torch.randint(0, 10, (2,), generator=source)
-        predicted: Tensor = model(noisy, timestep=times, class_labels=labels).sample
+        predicted = model(noisy, timestep=times, class_labels=labels).sample
     else:
         text = torch.randn(2, 4, 8, generator=source)
         predicted = model(noisy, times, encoder_hidden_states=text).sample
-    loss = torch.nn.functional.mse_loss(predicted[:, :3], noise)
+    loss = torch.nn.functional.mse_loss(predicted[:, : noise.shape[1]], noise)
     loss.backward()
     if not isinstance(optimizer, infinity.AdamW):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -53,14 +57,44 @@ def step(model: nn.Module, optimizer: Any, seed: int) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("make", [unet, dit])
+def flux() -> nn.Module:
+    """With an adapter, as the LoRA scripts of diffusers attach it."""
+    model: Any = diffusers.FluxTransformer2DModel(
+        in_channels=8, num_layers=1, num_single_layers=1, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=8, pooled_projection_dim=8,
+        axes_dims_rope=[2, 2, 4],
+    )  # fmt: skip
+    model.requires_grad_(False)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
+    return model
+
+
+def velocity(model: Any, source: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What a step of the LoRA scripts compares: the prediction of noise - x, and that."""
+    pack = diffusers.FluxPipeline._pack_latents
+    latents, noise = (torch.randn(2, 2, 8, 8, generator=source) for _ in range(2))
+    sigmas = torch.rand(2, generator=source).view(-1, 1, 1, 1)
+    predicted: Tensor = model(
+        hidden_states=pack((1.0 - sigmas) * latents + sigmas * noise, 2, 2, 8, 8),
+        timestep=sigmas.flatten(),
+        pooled_projections=torch.randn(2, 8, generator=source),
+        encoder_hidden_states=torch.randn(2, 4, 8, generator=source),
+        txt_ids=torch.zeros(4, 3),
+        img_ids=diffusers.FluxPipeline._prepare_latent_image_ids(2, 4, 4, "cpu", torch.float32),
+        return_dict=False,
+    )[0]
+    return predicted, pack(noise - latents, 2, 2, 8, 8)
+
+
+@pytest.mark.parametrize("make", [unet, dit, flux])
 def test_a_denoiser_gives_the_same_run(make: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = make().train()
     torch.manual_seed(0)
     model = infinity.offload(make().train(), {"tiers": small_tiers(tmp_path / "swap", "8MiB")})
     with infinity.engine_of(model) as engine:
-        theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+        trained = [p for p in plain.parameters() if p.requires_grad]
+        theirs = torch.optim.AdamW(trained, lr=1e-2, fused=True)
         mine = infinity.AdamW(model, lr=1e-2, max_grad_norm=0.5)
         for seed in range(3):
             torch.manual_seed(seed)  # Labels are dropped at random.

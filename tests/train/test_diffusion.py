@@ -14,6 +14,8 @@ import peft
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,9 +24,12 @@ from infinity.config import DataSource, JobConfig, SwapConfig
 from infinity.config.hub import in_hub_cache
 from infinity.config.paths import with_located_model
 from infinity.config.schema import changed
+from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import ConfigError, CorruptionError
 from infinity.modules.reading.configuration import config_of_directory
 from infinity.tools.training import denoising, latents, program
+from infinity.tools.training.model import build_model, plan_model
+from infinity.tools.training.replay import replay
 from infinity.tools.training.settle import settle
 from tests.train.jobs import start, wait_for_steps
 
@@ -65,6 +70,7 @@ batch_size = 2
 gradient_accumulation_steps = 2
 seed = 3
 threads = 1
+activation_checkpointing = {repeats}
 [train.diffusion]
 resolution = 16
 weighting = "logit_normal"
@@ -96,6 +102,7 @@ def job_of(
     (directory / "job.toml").write_text(
         JOB.format(
             length=LENGTHS.get(family, LENGTH),
+            repeats=str(family == "sd3").lower(),
             placement=PLACES[place],
             pipeline=home / family,
             images=home / "images",
@@ -322,6 +329,12 @@ def test_a_killed_run_goes_on_with_the_same_bits(
     job_of(tmp_path, home, "flux", "host", ADAPTER)
     assert train(job, resume=True) == want
     same(plain, job / "output")
+    found = replay(job / "output", 3, console=Console(quiet=True))
+    assert found["differences"] == [] and found["compared"]["loss"]
+    config = changed(config_of(job), {"adapter": AdapterConfig(resume=job / "output")})
+    again = peft.get_peft_model_state_dict(build_model(plan_model(config.model), config))
+    for name, tensor in load_file(job / "output" / "adapter_model.safetensors").items():
+        assert torch.equal(again[name], tensor), name
 
 
 def test_held_out_images_have_the_same_noise_at_every_step(home: Path, tmp_path: Path) -> None:
@@ -391,7 +404,8 @@ def test_records_name_images_with_their_captions(form: str, home: Path, tmp_path
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"train.diffusion.resolution": 18}, "18 pixels are no multiple .*; 16 are the nearest"),
+    ({"model.path": "sd3/transformer", "train.diffusion.resolution": 64}, "at most 32 .*; got 64"),
+    ({"train.diffusion.resolution": 18}, "expected a multiple of 4, .*; got 18"),
     ({"model.path": "images"}, "a directory with model_index.json; got"),
     ({"model.path": "flux/vae"}, "is a AutoencoderKL; expected the FluxTransformer2DModel of a F"),
 ])  # fmt: skip
@@ -434,6 +448,6 @@ def test_a_pipeline_that_is_not_known_is_refused_with_those_that_are(
 
 def test_a_transformer_of_diffusers_is_refused_as_a_language_model(home: Path) -> None:
     with pytest.raises(
-        ConfigError, match="FluxTransformer2DModel of diffusers, which generates no"
+        ConfigError, match="FluxTransformer2DModel of diffusers, which `infinity tr"
     ):
         config_of_directory(in_hub_cache(home / "flux"))

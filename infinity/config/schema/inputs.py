@@ -132,6 +132,11 @@ class DataSource(Section):
         return self
 
     @property
+    def has_pattern(self) -> bool:
+        """Whether `pattern` is another than the default, which a run writes into its settings."""
+        return bool(self.pattern != type(self).model_fields["pattern"].default)
+
+    @property
     def location(self) -> Path:
         """The directory or file that `path` stands for on this machine."""
         if isinstance(self.path, str):

@@ -264,7 +264,7 @@ _OWN_NAMES = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.model", "*.jinja", "*.partial",
     "*.py", "*.damaged-*", ".infinity*", "infinity*", "*config.json", "tokenizer*", "vocab*",
     "merges.txt", "*tokens*.json", "*chat_template*", "readme.md", "summary.json", "best",
-    "checkpoints", "shards.json",
+    "checkpoints", "encoded", "shards.json",
 )  # fmt: skip
 
 

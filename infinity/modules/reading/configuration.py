@@ -86,8 +86,8 @@ def config_of_directory(path: Path, *, trusts_code: bool = False) -> Any:
     file, denoiser = path / "config.json", table_of_denoiser(path)
     if denoiser is not None:
         raise ConfigError(
-            f"model.path: {path} is a {denoiser[CLASS_NAME]} of diffusers, which generates no "
-            'text; expected a language model, or train.method = "diffusion", which trains it'
+            f"model.path: {path} is a {denoiser[CLASS_NAME]} of diffusers, which `infinity train` "
+            'trains with train.method = "diffusion"; here a language model is expected'
         )
     table = table_of_file(file)
     check_numbers(table, f"model.path: {file}: ")

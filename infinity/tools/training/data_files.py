@@ -200,7 +200,7 @@ def _files_of(source: DataSource) -> list[Path]:
     if is_saved_dataset(location):
         return [location]
     found = _matching(location, source.pattern)
-    if not found and "pattern" not in source.model_fields_set:
+    if not found and not source.has_pattern:
         found = [path for path in _matching(location, "**/*") if is_records(path)]
     excluded = _NOT_STDLIB if source.path == PYTHON_STDLIB else frozenset()
     files = []

@@ -59,6 +59,11 @@ class Denoising:
     """
 
     def __init__(self, config: JobConfig) -> None:
+        if installed("diffusers") is None:
+            raise ConfigError(
+                'train.method: "diffusion" needs diffusers, which is not installed: '
+                "pip install diffusers"
+            )
         import diffusers
 
         assert config.model.path is not None and config.train.diffusion is not None
@@ -78,15 +83,16 @@ class Denoising:
         if name not in FAMILIES:
             raise ConfigError(
                 f'train.method: {index} is a {name}; "diffusion" trains {", ".join(FAMILIES)}. '
-                "Any other denoiser trains in a loop of your own (docs/howto/diffusion.md)"
+                "Any other denoiser trains in a loop of your own (docs/INTEGRATIONS.md)"
             )
         self.family, self._class = FAMILIES[name], getattr(diffusers, name)
-        own = table_of_file(config.model.path / "config.json").get(CLASS_NAME)
-        if own != self.family.transformer:
+        own = table_of_file(config.model.path / "config.json")
+        if own.get(CLASS_NAME) != self.family.transformer:
             raise ConfigError(
-                f"model.path: {config.model.path} is a {own}; expected the "
+                f"model.path: {config.model.path} is a {own.get(CLASS_NAME)}; expected the "
                 f"{self.family.transformer} of a {name}"
             )
+        self._most_patches: int | None = own.get("pos_embed_max_size")  # Of a side.
         _refuse_parts(index, self._index)
         self._vae = table_of_file(self._path / "vae" / "config.json")
         self._scheduler = _scheduler(self._path / "scheduler" / "scheduler_config.json")
@@ -111,7 +117,8 @@ class Denoising:
             files = sorted(p for p in place.iterdir() if p.is_file() and p.suffix not in _WEIGHTS)
             found.append(f"{name} {sha256_of(*files)}")
             if has_weights(place):
-                base = identify(weight_source(place))
+                base = identify(source := weight_source(place))
+                source.close()
                 found += [base.table_sha256, base.samples_sha256]
         return found
 
@@ -145,13 +152,20 @@ class Denoising:
         pixels = processor.preprocess(
             exif_transpose(image).convert("RGB"), height=side, width=side, resize_mode="crop"
         ).to(self._device)
-        if pixels.shape[-1] != side:
-            raise ConfigError(
-                f"train.diffusion.resolution: {side} pixels are no multiple of those of a patch; "
-                f"{pixels.shape[-1]} are the nearest below"
-            )
         pixels = pixels[:, :, None] if self.family.has_frames else pixels
-        return {"moments": pipeline.vae.encode(pixels).latent_dist.parameters}
+        found = pipeline.vae.encode(pixels).latent_dist.parameters
+        patch = 2 * (pixels.shape[-1] // found.shape[-1])
+        if pixels.shape[-1] != side or found.shape[-1] % 2:
+            raise ConfigError(
+                f"train.diffusion.resolution: expected a multiple of {patch}, the pixels of a "
+                f"patch; got {side}"
+            )
+        if self._most_patches is not None and side // patch > self._most_patches:
+            raise ConfigError(
+                f"train.diffusion.resolution: expected at most {self._most_patches * patch} pixels "
+                f"for this transformer; got {side}"
+            )
+        return {"moments": found}
 
     # -- The loss ----------------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ def _pairs_of(source: DataSource) -> Iterator[Captioned]:
         raise ConfigError(
             f"data.paths: {place}: expected a directory of images, or records: {', '.join(READERS)}"
         )
-    pattern = source.pattern if "pattern" in source.model_fields_set else "**/*"
+    pattern = source.pattern if source.has_pattern else "**/*"
     for path in sorted(place.glob(pattern)):
         if path.suffix.lower() not in _IMAGES or path.name.startswith("."):
             continue
