@@ -155,7 +155,13 @@ class BufferChecksums:
         )
 
     def put(self, extents: Sequence[Extent], checksums: bytes) -> None:
-        """Sets the checksums of a buffer, as `of` returns them."""
+        """Sets the checksums of a buffer, as `of` returns them, behind those of earlier writes."""
+        if self._digester is not None:
+            self._digester.submit(self._put, extents, checksums)
+        else:
+            self._put(extents, checksums)
+
+    def _put(self, extents: Sequence[Extent], checksums: bytes) -> None:
         at = 0
         for extent in extents:
             nbytes = extent.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
@@ -195,7 +201,7 @@ class BufferChecksums:
 
     def _digest(self, extents: Sequence[Extent], address: int, known: PageDigests | None) -> None:
         nbytes = sum(extent.nbytes for extent in extents)
-        self.put(extents, digest(address, nbytes) if known is None else known.finish(1))
+        self._put(extents, digest(address, nbytes) if known is None else known.finish(1))
 
 
 def _nothing() -> None: ...

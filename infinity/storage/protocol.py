@@ -144,10 +144,12 @@ class FollowedTicket(WrappedTicket):
 
     @override
     def wait(self, timeout_s: float | None = None) -> None:
-        error = self._work.exception(timeout_s)
+        try:
+            self._inner.wait(timeout_s)
+        finally:  # The memory is free when both have ended, whatever either raises.
+            error = self._work.exception(timeout_s)
         if error is not None:
             raise error.with_traceback(None)
-        self._inner.wait(timeout_s)
 
 
 class StorageEngine(Protocol):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from infinity.errors import CorruptionError, StorageError
 from infinity.sizes import KIB, PAGE_NBYTES
+from infinity.state.store import await_end
 from infinity.storage.arena import Arena
 from infinity.storage.generations import UndecidedContent
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import FollowedTicket, Priority, Ticket
 from infinity.storage.volume import Extent, Volume, VolumePath
 
 from .test_generations import SIZE, bytes_of, on_drive, read, write
@@ -83,6 +86,49 @@ def test_a_published_page_that_changed_on_the_drive_is_found(
             file.write(b"3")
         with pytest.raises(CorruptionError):
             read(volume, arena, extents)
+
+
+def test_a_late_checksum_of_an_earlier_write_does_not_pass_a_published_one(
+    open_any, arena: Arena, tmp_path: Path
+) -> None:
+    drives = [VolumePath(str(tmp_path / "a"))]
+    with Volume(open_any("threads"), drives, verify=False, num_spares=2) as volume:
+        (extents,) = volume.reserve([SIZE])
+        late, content = threading.Event(), UndecidedContent()
+        volume._checksums._digester.submit(late.wait)
+        arena.memory(SIZE, SIZE)[:] = b"1" * SIZE
+        earlier = volume.write(
+            extents, offset_nbytes=0, nbytes=SIZE, address=arena.address + SIZE,
+            priority=Priority.WRITE_BACK,
+        )  # fmt: skip
+        write_undecided(volume, arena, extents, content, b"2" * SIZE)
+        volume.publish(content)
+        late.set()
+        earlier.wait()
+        volume.freeze()  # From now on a read compares.
+        assert read(volume, arena, extents) == b"2" * SIZE
+
+
+class InFlight(Ticket):
+    """A request that is over once it has been awaited."""
+
+    is_over = False
+
+    def done(self) -> bool:
+        return self.is_over
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.is_over = True
+
+
+def test_a_request_is_over_before_the_error_of_work_beside_it_is_raised() -> None:
+    work: Future[None] = Future()
+    work.set_exception(MemoryError("checksums"))
+    ticket = FollowedTicket(InFlight(), work)
+    await_end(ticket)
+    assert ticket.done()
+    with pytest.raises(MemoryError, match="checksums"):
+        ticket.wait()
 
 
 @pytest.mark.parametrize("num_spares", [0, 1])
