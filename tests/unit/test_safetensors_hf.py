@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -12,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import infinity
 from infinity.checkpoint import export_safetensors, weight_source
+from infinity.checkpoint.huggingface import export_weights
 from infinity.errors import ConfigError, CorruptionError, StorageError
 
 SMALL = {
@@ -329,6 +333,46 @@ def test_export_replaces_an_earlier_one_and_nothing_else(tmp_path):
     assert weights == ["model.safetensors"]
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("max_shard_nbytes", [5_000, 1 << 30])
+def test_an_export_that_ends_between_texts_and_weights_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_shard_nbytes: int
+) -> None:
+    """A killed one leaves nothing that loads; one that fails leaves the earlier export."""
+    earlier = make_model("llama")
+    export_safetensors(earlier, tmp_path, max_shard_nbytes=max_shard_nbytes)
+    text = (tmp_path / "config.json").read_text()
+    later = make_model("llama")
+    later.config.hidden_act = "gelu"
+    replace_files = export_weights.replace_files
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EACCES, "no permission")
+
+    monkeypatch.setattr(export_weights, "replace_files", fail)
+    with pytest.raises(StorageError, match="Permission denied"):
+        export_safetensors(later, tmp_path, max_shard_nbytes=max_shard_nbytes)
+    assert (tmp_path / "config.json").read_text() == text
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.weight, earlier.lm_head.weight)
+    assert not list(tmp_path.glob(".*partial*"))
+
+    child = os.fork()
+    if child == 0:
+
+        def die(*args: Any, **options: Any) -> None:
+            replace_files(*args, **options)
+            os._exit(9)
+
+        export_weights.replace_files = die
+        try:
+            export_safetensors(later, tmp_path, max_shard_nbytes=max_shard_nbytes)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    with pytest.raises(OSError):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_export_without_space_is_refused_before_a_file_is_made(tmp_path, monkeypatch):

@@ -4,9 +4,9 @@ The plan needs shapes only. It gives every tensor its name, its shard and its of
 tensor is read from its tier and written to its place. If transformers has another layout on disk
 (per-expert matrices instead of a packed one), one group of tensors is converted at a time.
 
-The files get their final names when all of them are complete and synced. The old index is removed
-first and the new index is renamed last, so a crash in between leaves a directory that does not load
-instead of one that loads a mixture.
+The files get their final names when all of them are complete and synced. The old index, or the only
+weight file, loses its name first, and the new one gets it last, so a crash in between leaves a
+directory that does not load instead of one that loads a mixture.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ def export_safetensors(
             _write_texts(model, texts, tokenizer, master=master)
             if len(plan.shards) > 1:
                 _write_index(directory / plan.partial_index_name, plan)
-            replace_files(texts, directory, last="config.json")
-            _commit(directory, plan, writers)
+            _commit(directory, texts, plan, writers)
     finally:
         shutil.rmtree(texts, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -369,14 +368,28 @@ def _write_index(path: Path, plan: ExportPlan) -> None:
         os.fsync(file.fileno())
 
 
-def _commit(directory: Path, plan: ExportPlan, writers: Mapping[str, SafetensorsWriter]) -> None:
-    """Renames the synced partial files in an order in which a crash cannot mix two exports."""
-    index = directory / f"{plan.prefix}{INDEX_NAME}"
-    index.unlink(missing_ok=True)
+def _commit(
+    directory: Path, texts: Path, plan: ExportPlan, writers: Mapping[str, SafetensorsWriter]
+) -> None:
+    """Renames the synced partial files in an order in which a crash cannot mix two exports. If the
+    texts cannot be replaced, the earlier export is whole again. Raises OSError."""
+    index, before = directory / f"{plan.prefix}{INDEX_NAME}", directory / ".before.partial"
+    shutil.rmtree(before, ignore_errors=True)
+    before.mkdir()
+    is_single = len(plan.shards) == 1
     for entry in list(directory.iterdir()):
-        if _SHARD_PATTERN.fullmatch(entry.name) and entry.name not in plan.shards:
-            entry.unlink()
+        is_shard = _SHARD_PATTERN.fullmatch(entry.name) is not None
+        if entry == index or (is_shard and (is_single or entry.name not in plan.shards)):
+            os.replace(entry, before / entry.name)
     sync_directory(directory)
+    try:
+        replace_files(texts, directory, last="config.json")
+    except BaseException:
+        for entry in before.iterdir():
+            os.replace(entry, directory / entry.name)
+        before.rmdir()
+        raise
+    shutil.rmtree(before)
     for writer in writers.values():
         writer.commit()
     if len(plan.shards) > 1:
