@@ -84,6 +84,17 @@ class Teacher:
                         f"train.distill.teacher: record {number + 1} of {path} has no likeliest "
                         "tokens; expected a file of `infinity score --top-k N`"
                     )
+                if ids.min() < 0 or not ((-np.inf < logprobs) & (logprobs <= 0)).all():
+                    raise ConfigError(
+                        f"train.distill.teacher: record {number + 1} of {path} has a token below "
+                        "0, or a log-probability that is no finite number up to 0"
+                    )
+                if number and ids.shape[1] != self._width:
+                    raise ConfigError(
+                        f"train.distill.teacher: record {number + 1} of {path} has {ids.shape[1]} "
+                        f"likeliest tokens at a place, and those before it {self._width}; expected "
+                        "one --top-k"
+                    )
                 largest = max(largest, int(ids.max()))
                 self._width = ids.shape[1]
                 content = np.stack([ids, logprobs.view(np.int32)]).tobytes()
