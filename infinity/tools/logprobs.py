@@ -167,17 +167,19 @@ def score_sequence(
     top_k: int,
     layers: Sequence[int] = (),
     temperature: float = 1.0,
+    top_below: int | None = None,
 ) -> TokenScores:
-    """Returns the scores of one sequence, of logits that are divided by `temperature`. Runs in the
-    sweep, or alone."""
+    """Returns the scores of one sequence, of logits that are divided by `temperature`. Only tokens
+    below `top_below` are among the likeliest. Runs in the sweep, or alone."""
     device = next(model.parameters()).device
     row, num_rows = torch.tensor([list(ids)], device=device), len(ids) - 1
+    scored = partial(_scores, top_k=top_k, temperature=temperature, top_below=top_below)
     causal = causal_of(model)
     options = {"output_hidden_states": list(layers)} if layers else {}
     at_once = rows_at_once(int(causal.config.get_text_config().vocab_size))
     if num_rows <= at_once or "logits_to_keep" not in inspect.signature(causal.forward).parameters:
         found = model(input_ids=row, use_cache=False, **options)
-        scores = _scores(found.logits[0, :-1], row[0, 1:], top_k, temperature)
+        scores = scored(found.logits[0, :-1], row[0, 1:])
         return replace(scores, hidden_states=_states(found, layers))
     parts: list[TokenScores] = []
     states: dict[int, torch.Tensor] = {}
@@ -185,7 +187,7 @@ def score_sequence(
         for first in range(0, num_rows, at_once):
             rows = torch.arange(first, min(first + at_once, num_rows), device=device)
             found = model(input_ids=row, use_cache=False, logits_to_keep=rows, **options)
-            parts.append(_scores(found.logits[0], row[0, 1:][rows], top_k, temperature))
+            parts.append(scored(found.logits[0], row[0, 1:][rows]))
             states = states or _states(found, layers)
             del found
     logprobs = torch.cat([part.logprobs for part in parts])
@@ -234,7 +236,11 @@ def _run_once(causal: Any) -> Iterator[None]:
 
 
 def _scores(
-    logits: torch.Tensor, targets: torch.Tensor, top_k: int, temperature: float
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    top_k: int,
+    temperature: float,
+    top_below: int | None,
 ) -> TokenScores:
     found = logits.float()
     if temperature != 1.0:
@@ -243,5 +249,5 @@ def _scores(
     logprobs = found.gather(-1, targets[:, None])[:, 0].cpu()
     if not top_k:
         return TokenScores(logprobs=logprobs)
-    top = found.topk(top_k, -1)
+    top = found[:, :top_below].topk(top_k, -1)
     return TokenScores(logprobs=logprobs, top_ids=top.indices.cpu(), top_logprobs=top.values.cpu())

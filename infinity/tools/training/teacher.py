@@ -54,6 +54,11 @@ class Teacher:
         self._said: dict[bytes, Likeliest | tuple[int, int]] = {}
         if model is not None:
             check(model.config, [], options.top_k)
+            if options.top_k > vocab_size:
+                raise ConfigError(
+                    f"train.distill.top_k: expected at most {vocab_size}, the student's "
+                    f"vocabulary; got {options.top_k}"
+                )
             path = in_hub_cache(options.teacher)
             refuse_other(tokenizer, path, "train.distill.teacher")
             self.sha256 = identify(weight_source(path)).samples_sha256
@@ -148,8 +153,9 @@ class Teacher:
         missing = [ids for key, ids in wanted.items() if key not in self._said]
         options, following = self.options, iter(missing)
         call = partial(
-            score_sequence, self._model, top_k=options.top_k, temperature=options.temperature
-        )
+            score_sequence, self._model, top_k=options.top_k, top_below=self._vocab_size,
+            temperature=options.temperature,
+        )  # fmt: skip
         for scores in in_sweeps(self._model, call, missing, None):
             for found in scores:
                 assert found.top_ids is not None and found.top_logprobs is not None
