@@ -40,6 +40,10 @@ _NUM_CHUNKS = {"master": 1, "gradients": 1}
 
 _OF_SEVERAL, _UNSET = ("lr", "data", "seed", "output"), (None, ())  # Of [[adapter]].
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_OF_PEFT = re.compile(  # Parts of the names that PEFT gives parameters, by which adapters are told.
+    r"base_model|base_layer|original_module|modules_to_save|token_adapter|trainable_tokens_\w+"
+    r"|lora_(A|B|embedding_[AB]|magnitude_vector|dropout|bias)"
+)
 
 SectionName = Literal["model", "data", "train"]
 
@@ -102,6 +106,9 @@ class SwapConfig(Section):
             name, place = adapter.name, ("adapters", index)
             if name is None or not _ADAPTER_NAME.fullmatch(name):
                 text = f"expected letters, digits, _ and - for each of several; got {name!r}"
+                faults.append(fault(text, *place, "name"))
+            elif _OF_PEFT.fullmatch(name):
+                text = f"expected another name; PEFT calls parts of its modules {name!r}"
                 faults.append(fault(text, *place, "name"))
             elif names.index(name) < index:
                 faults.append(fault(f"expected another name; {name!r} is used", *place, "name"))

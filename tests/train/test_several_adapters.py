@@ -134,6 +134,8 @@ def test_an_adapter_too_many_is_named_with_the_number_that_fits(
         ({"adapter": {"lr": 0.1}}, r"belongs to \[\[adapter\]\]"),
         ({"adapter": [{"name": "a", "experts": True}]}, "PEFT has one for experts"),
         ({"train": {"steps": 1, "batch_size": 1, "method": "dpo"}}, 'expected "sft" with several'),
+        ({"adapter": [{"name": "base_layer"}, {"name": "b"}]}, r"\[0\].name: .* PEFT calls parts"),
+        ({"adapter": [{"name": "a"}, {"name": "lora_A"}]}, r"\[1\].name: .* PEFT calls parts"),
         ({"adapter": [{"name": "a"}, {"name": "q_proj"}]}, "has a part called 'q_proj'"),
     ],
 )
