@@ -240,6 +240,39 @@ def test_conversations_and_text_files_are_scored(request_of: Request, tmp_path: 
     assert {row["id"] for row in found} == {str(text)}
 
 
+def test_a_file_of_several_adapters_stands_for_the_data_of_each(
+    request_of: Request, directory: Path, tmp_path: Path
+) -> None:
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", *[{"text": f"{name}{n}"} for n in range(2)])
+    data = tmp_path / "run.toml"
+    data.write_text(
+        f'''[model]
+path = "{directory}"
+[[adapter]]
+name = "x"
+[[adapter]]
+name = "y"
+data = "b.jsonl"
+[data]
+paths = ["a.jsonl"]
+sequence_length = 16
+held_out = 0.0
+shuffle = false
+[train]
+steps = 1
+batch_size = 1
+[output]
+directory = "out"
+'''
+        + (tmp_path / "swap.toml").read_text()
+    )
+    assert program.run(replace(request_of, data=(data,))).num_records == 4
+    decode = open_tokenizer(directory).decode
+    found = [decode(row["tokens"])[:2] for row in rows_of(request_of.output)]
+    assert found == ["a0", "a1", "b0", "b1"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -64,7 +65,8 @@ def read_sequences(
 
 
 def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
-    """Yields the sequences as TRL prepares them for the run, which is not begun."""
+    """Yields the sequences as TRL prepares them for the run, which is not begun: those of one
+    adapter after the other."""
     from infinity.tools.training.job import read_model
     from infinity.tools.training.job_data import open_data
     from infinity.tools.training.model import build_model
@@ -74,25 +76,24 @@ def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
     found = with_located_model(SwapConfig.from_table(*read_file(path)))
     if found.adapter is not None and found.adapter.experts_full:
         found = changed(found, {"adapter": None})  # Its census may be what is made now.
-    config = settle(JobConfig.of(found))
-    if config.train.method not in ("sft", "distill") or config.data.packing:
-        raise ConfigError(
-            f'{path}: expected a run of single sequences, got train.method = "'
-            f'{config.train.method}" or data.packing'
-        )
-    with ExitStack() as stack:
-        plan, tokenizer, _ = read_model(config)
-        assert tokenizer is not None
-        refuse_other(tokenizer, directory, str(path))
-        data = open_data(config, tokenizer, stack, vocab_size=plan.vocab_size)
-        trainer = make_trainer(config, build_model(plan, config), data, tokenizer, JobRank())
-        number = 0
-        for dataset in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
-            for row in dataset:
-                mask = row.get("completion_mask") or row.get("assistant_masks")
-                ids = [int(token) for token in row["input_ids"]]
-                yield ScoredSequence(number, None, ids, mask)
-                number += 1
+    numbers = itertools.count()
+    for config in map(settle, JobConfig.of(found).of_adapters()):
+        if config.train.method not in ("sft", "distill") or config.data.packing:
+            raise ConfigError(
+                f'{path}: expected a run of single sequences, got train.method = "'
+                f'{config.train.method}" or data.packing'
+            )
+        with ExitStack() as stack:
+            plan, tokenizer, _ = read_model(config)
+            assert tokenizer is not None
+            refuse_other(tokenizer, directory, str(path))
+            data = open_data(config, tokenizer, stack, vocab_size=plan.vocab_size)
+            trainer = make_trainer(config, build_model(plan, config), data, tokenizer, JobRank())
+            for dataset in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
+                for row in dataset:
+                    mask = row.get("completion_mask") or row.get("assistant_masks")
+                    ids = [int(token) for token in row["input_ids"]]
+                    yield ScoredSequence(next(numbers), None, ids, mask)
 
 
 def _of_texts(
