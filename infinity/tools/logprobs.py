@@ -190,17 +190,11 @@ def score_sequence(
             parts.append(scored(found.logits[0], row[0, 1:][rows]))
             states = states or _states(found, layers)
             del found
-    logprobs = torch.cat([part.logprobs for part in parts])
-    if not top_k:
-        return TokenScores(logprobs=logprobs, hidden_states=states)
-    return TokenScores(
-        logprobs=logprobs,
-        hidden_states=states,
-        top_ids=torch.cat([part.top_ids for part in parts if part.top_ids is not None]),
-        top_logprobs=torch.cat(
-            [part.top_logprobs for part in parts if part.top_logprobs is not None]
-        ),
-    )
+    names = ("logprobs", "top_ids", "top_logprobs") if top_k else ("logprobs",)
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name in names
+    }
+    return TokenScores(**joined, hidden_states=states)
 
 
 def _states(found: Any, layers: Sequence[int]) -> dict[int, torch.Tensor]:

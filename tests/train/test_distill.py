@@ -229,7 +229,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_weights_are_read(
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ({"top_tokens": [[], [3], [4]], "top_logprobs": [[], [-1.0], [-1.0]]}, "one --top-k"),
+        ({"top_tokens": [[], [3], [4]], "top_logprobs": [[], [-1.0], [-1.0]]}, "another --top-k"),
         ({"top_tokens": [[], [-5, 3], [1, 2]]}, "a token below 0"),
         ({"top_logprobs": [[], [-1.0, None], [-1.0, -2.0]]}, "no finite number up to 0"),
         ({"top_logprobs": [[], [-1.0, -2.0], [0.5, -2.0]]}, "no finite number up to 0"),
@@ -238,10 +238,10 @@ def test_a_teacher_that_does_not_fit_is_refused_before_weights_are_read(
 def test_a_record_that_no_teacher_says_is_refused(
     second: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    places, row = [[3, 4], [4, 5]], {"tokens": [1, 2, 3], "top_logprobs": [[], *[[-1.0, -2.0]] * 2]}
-    row["top_tokens"] = [[], *places]
+    row: dict[str, Any] = {"tokens": [1, 2, 3], "top_tokens": [[], [3, 4], [4, 5]]}
+    row["top_logprobs"] = [[], [-1.0, -2.0], [-1.0, -2.0]]
     (tmp_path / "t.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | second)}\n")
-    with pytest.raises(ConfigError, match=f"record 2 .* {message}"):
+    with pytest.raises(ConfigError, match=f"record 2 .*{message}"):
         Teacher(Distill(teacher=tmp_path / "t.jsonl"), VOCABULARY, ByteTokenizer())
 
 

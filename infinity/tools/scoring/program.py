@@ -43,15 +43,7 @@ from infinity.tools.pretrained import (
     from_pretrained,
     with_saved_adapter,
 )
-from infinity.tools.scoring.census import (
-    Counts,
-    add,
-    counted,
-    counts_after,
-    num_counted,
-    watching,
-    write_census,
-)
+from infinity.tools.scoring import census
 from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
 from infinity.tools.training.adapter import num_labels_of
 from infinity.tools.training.base_identity import BaseIdentity, identify, sha256_of
@@ -113,10 +105,9 @@ class ScoreRows:
         self._target = request.output
         if request.output.suffix not in (".jsonl", ".parquet"):
             raise ConfigError(f"--output {request.output}: expected a .jsonl or .parquet file")
-        self._rows, self._note, self._lock = (
-            request.output.with_name(request.output.name + ending)
-            for ending in (".rows.jsonl", ".made-of.json", ".lock")
-        )
+        name = request.output.name
+        self._rows = request.output.with_name(name + ".rows.jsonl")
+        self._note = request.output.with_name(name + ".made-of.json")
         self._made_of = made_of
         self.sums: list[tuple[float, int]] = []  # Of each row, and how many tokens are in it.
 
@@ -126,14 +117,14 @@ class ScoreRows:
         other process writes rows during the block. Raises ConfigError for rows of another run, of a
         complete one, and of one that another process makes."""
         self._target.parent.mkdir(parents=True, exist_ok=True)
-        lock = locked(self._lock, f"--output {self._target}")
+        lock = locked(self._target)
         try:
             self._refuse_others()
             replace_file(self._note, json.dumps(self._made_of, indent=2))
             self._cut()
             yield
         finally:
-            unlock(lock, self._lock)
+            unlock(lock, self._target)
 
     def _refuse_others(self) -> None:
         there = next((path for path in (self._target, self._rows) if path.exists()), None)
@@ -164,7 +155,7 @@ class ScoreRows:
                     ends.append(ends[-1] + len(line))
                     self.sums.append(_sum_of(json.loads(line)))
             if self._made_of["routing"]:
-                del self.sums[num_counted(self._target, len(self.sums)) :]
+                del self.sums[census.num_counted(self._target, len(self.sums)) :]
             file.truncate(ends[len(self.sums)])
 
     def keep_states(self, rows: Sequence[dict[str, Any]], scores: Sequence[TokenScores]) -> None:
@@ -183,7 +174,8 @@ class ScoreRows:
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Appends rows, and waits until they are on the drive."""
         with self._rows.open("a", encoding="utf-8") as file:
-            file.writelines(_line(row) for row in rows)
+            lines = (json.dumps(finite(row), ensure_ascii=False) for row in rows)
+            file.writelines(f"{line}\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
         self.sums += map(_sum_of, rows)
@@ -199,14 +191,6 @@ class ScoreRows:
         else:
             self._rows.replace(self._target)
         sync_directory(self._target.parent)
-
-
-def _line(row: dict[str, Any]) -> str:
-    try:
-        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # A model may overflow.
-        text = json.dumps(finite(row), ensure_ascii=False)
-    return text + "\n"
 
 
 def _sum_of(row: dict[str, Any]) -> tuple[float, int]:
@@ -271,7 +255,9 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     num_tokens, read_nbytes = sum(len(sequence.ids) for sequence in sequences), 0
     with output.open():
         resumed_at = len(output.sums)
-        counts = None if request.routing is None else counts_after(request.output, resumed_at)
+        counts = (
+            None if request.routing is None else census.counts_after(request.output, resumed_at)
+        )
         if left := sequences[resumed_at:]:
             model = _open(request, directory, config, num_labels)
             try:
@@ -279,7 +265,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
             finally:
                 close(model)
         if counts is not None and request.routing is not None:
-            write_census(request.routing, counts, base, len(sequences), num_tokens)
+            census.write_census(request.routing, counts, base, len(sequences), num_tokens)
         output.end()
     total, count = map(sum, zip(*output.sums, strict=True))
     mean = total / count if count else math.nan
@@ -317,7 +303,7 @@ def _score(
     left: Sequence[ScoredSequence],
     request: Request,
     output: ScoreRows,
-    counts: Counts | None,
+    counts: census.Counts | None,
     note: Callable[[int, int, int], None],
 ) -> int:
     """Returns the bytes read. `counts`: of experts so far, for a census."""
@@ -331,15 +317,15 @@ def _score(
     call: Callable[[Sequence[int]], Any] = partial(labels_of_sequence, model)
     if model.get_output_embeddings() is not None:
         call = partial(score_sequence, model, top_k=request.top_k, layers=request.layers)
-    with nullcontext() if counts is None else watching(model):
-        for found in in_sweeps(model, counted(call), texts, request.sweep_tokens):
+    with nullcontext() if counts is None else census.watching(model):
+        for found in in_sweeps(model, census.counted(call), texts, request.sweep_tokens):
             scores, of_records = zip(*found, strict=True)
             scored = list(itertools.islice(following, len(scores)))
             rows = [row_of(*pair) for pair in zip(scored, scores, strict=True)]
             if request.layers:
                 output.keep_states(rows, scores)
             if counts is not None:
-                add(counts, of_records, request.output, len(output.sums))
+                census.add(counts, of_records, request.output, len(output.sums))
             output.write(rows)
             done += sum(len(sequence.ids) for sequence in scored)
             note(done, num_tokens, read_nbytes())

@@ -122,7 +122,7 @@ class OutputDirectory:
                 "is known. Name another directory, or empty it; if a run of yours wrote it and "
                 f"only that file was lost, go on after `touch {directory / MARKER_NAME}`"
             )
-        self._lock = locked(directory / LOCK_NAME)
+        self._lock = locked(directory)
 
     def mark(
         self, receipt: dict[str, Any] | None = None, *, after: int = 0, has_accepted: bool = False
@@ -149,7 +149,7 @@ class OutputDirectory:
                 return False
             make_directory(self.path)
             self.close()
-            self._lock = locked(self.path / LOCK_NAME)
+            self._lock = locked(self.path)
         self.mark()
         return True
 
@@ -157,7 +157,7 @@ class OutputDirectory:
         """Releases the lock. Idempotent."""
         if self._lock is None:
             return
-        unlock(self._lock, self.path / LOCK_NAME)
+        unlock(self._lock, self.path)
         self._lock = None
 
 
@@ -192,9 +192,14 @@ def _places_of_others(config: JobConfig) -> Iterator[tuple[str, Path]]:
         yield "data", source.location
 
 
-def locked(path: Path, place: str = "") -> int:
-    """Returns a descriptor that owns the lock at a path: of an output directory, or of another
-    `place`. The kernel releases it with the process. Raises ConfigError if it is held."""
+def _lock_of(output: Path) -> Path:
+    return output / LOCK_NAME if output.is_dir() else output.with_name(f".{output.name}.lock")
+
+
+def locked(output: Path) -> int:
+    """Returns a descriptor that owns the lock of an output: a directory, or a file. The kernel
+    releases it with the process. Raises ConfigError if another one has it."""
+    path = _lock_of(output)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
         fd = os.open(path, flags, 0o600)
@@ -204,8 +209,8 @@ def locked(path: Path, place: str = "") -> int:
             if not _try_lock(fd, path):
                 holder = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
                 raise ConfigError(
-                    f"{place or f'output.directory: {path.parent}'} is in use by {holder}; give "
-                    "every run its own output, or end that process"
+                    f"the output {output} is in use by {holder}; give every run its own output, or "
+                    "end that process"
                 )
             # The former owner may have removed the file between open and flock.
             if is_same_file(fd, str(path)):
@@ -218,8 +223,9 @@ def locked(path: Path, place: str = "") -> int:
         os.close(fd)
 
 
-def unlock(lock: int, path: Path) -> None:
-    """Removes the file of a lock that `locked` has taken, and releases it."""
+def unlock(lock: int, output: Path) -> None:
+    """Releases the lock that `locked` has taken of an output, and removes its file."""
+    path = _lock_of(output)
     with contextlib.suppress(OSError):
         if is_same_file(lock, str(path)):
             path.unlink()

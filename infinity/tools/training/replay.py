@@ -34,13 +34,7 @@ from infinity.errors import ConfigError, CorruptionError, InfinityError, NonFini
 from infinity.tools.training.checkpoints import changes_of_settings
 from infinity.tools.training.job import Job
 from infinity.tools.training.metrics import OF_RANKS, RECEIPT, MetricsReader, differences
-from infinity.tools.training.output import (
-    LOCK_NAME,
-    SUMMARY_NAME,
-    config_of_run,
-    locked,
-    receipts_of_run,
-)
+from infinity.tools.training.output import SUMMARY_NAME, config_of_run, locked, receipts_of_run
 from infinity.tools.training.process import Interrupt
 from infinity.tools.training.program import Run, opened
 from infinity.tools.training.report import Line, Step, finite
@@ -212,7 +206,7 @@ def _compute(
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":  # Other ranks write nothing there.
             make_directory(place)
-            stack.callback(os.close, locked(place / LOCK_NAME))
+            stack.callback(os.close, locked(place))
             stack.callback(shutil.rmtree, place, ignore_errors=True)
             shutil.rmtree(config.output.directory, ignore_errors=True)  # A killed replay left it.
         try:

@@ -85,21 +85,14 @@ class Teacher:
             for number, (tokens, ids, logprobs) in enumerate(_rows_of(path)):
                 count = len(tokens) - 1
                 if not ids.size or ids.shape != logprobs.shape or len(ids) != count:
-                    raise ConfigError(
-                        f"train.distill.teacher: record {number + 1} of {path} has no likeliest "
-                        "tokens; expected a file of `infinity score --top-k N`"
-                    )
+                    raise ValueError(f"record {number + 1} has no likeliest tokens")
                 if ids.min() < 0 or not ((-np.inf < logprobs) & (logprobs <= 0)).all():
-                    raise ConfigError(
-                        f"train.distill.teacher: record {number + 1} of {path} has a token below "
-                        "0, or a log-probability that is no finite number up to 0"
+                    raise ValueError(
+                        f"record {number + 1} has a token below 0, or a log-probability that is no "
+                        "finite number up to 0"
                     )
                 if number and ids.shape[1] != self._width:
-                    raise ConfigError(
-                        f"train.distill.teacher: record {number + 1} of {path} has {ids.shape[1]} "
-                        f"likeliest tokens at a place, and those before it {self._width}; expected "
-                        "one --top-k"
-                    )
+                    raise ValueError(f"record {number + 1} is of another --top-k than record 1")
                 largest = max(largest, int(ids.max()))
                 self._width = ids.shape[1]
                 content = np.stack([ids, logprobs.view(np.int32)]).tobytes()
