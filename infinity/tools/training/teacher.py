@@ -69,6 +69,7 @@ class Teacher:
                 "temperature of 1, and at another the rest beside the likeliest tokens is unknown; "
                 "expected 1.0, or the directory of the teacher"
             )
+        self._width = 0  # Of the likeliest tokens at each place of the file.
         self._file: Any = tempfile.TemporaryFile(dir=directory, prefix=".teacher-")  # noqa: SIM115
         self.sha256 = self._read()
 
