@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -18,10 +19,12 @@ from rich.console import Console
 
 from infinity.checkpoint.run import save as state_save
 from infinity.checkpoint.run.copy import Orders, copy_checkpoint
-from infinity.config import SwapConfig
+from infinity.config import JobConfig, SwapConfig
 from infinity.config.source import override, read_file
 from infinity.errors import ConfigError, CorruptionError, StorageError
 from infinity.tools.training import program
+from infinity.tools.training.checkpoints import identity_of, is_of_run
+from infinity.tools.training.output import config_of_run, receipts_of_run
 from infinity.tools.training.program import Run
 from infinity.tools.training.report import Summary
 from tests.support.file_systems import seem_elsewhere
@@ -185,6 +188,36 @@ def test_other_text_is_another_run(job):
     (job / "text.txt").write_text((job / "text.txt").read_text().replace("squared", "Squared"))
     with pytest.raises(ConfigError, match="tokens"):
         run(job, *short, resume=True)
+
+
+def test_a_step_that_another_run_has_committed_is_not_continued(job):
+    """Named with what differs, though a checkpoint of the run itself is there; no replay takes it."""
+    short, name = ("train.steps=2", "train.warmup_steps=0"), "step-00000002"
+    run(job, *short)
+    run(job, *short, "model.seed=9", "output.directory=other")
+    theirs = job / "swap" / "commits" / name
+    shutil.copytree(job / "other" / "checkpoints" / name, theirs)
+    with pytest.raises(
+        ConfigError, match=rf"{theirs} .*model\.seed is 0 and was 9.*--remove-stale"
+    ):
+        run(job, *short, resume=True)
+    output = job / "output"
+    identity = identity_of(config_of_run(output), receipts_of_run(output)[-1])
+    assert is_of_run(output / "checkpoints" / name, identity) and not is_of_run(theirs, identity)
+
+
+def test_the_identity_of_a_run_has_base_and_noise_and_no_place():
+    diffusion = {"resolution": 64}
+
+    def identity(model: str = "a", samples: str = "s", **options: Any) -> dict[str, Any]:
+        train = {"method": "diffusion", "steps": 4, "batch_size": 1}
+        table = {"model": {"path": model}, "data": {"paths": ["images"]}}
+        table["train"] = train | {"diffusion": diffusion | options}
+        receipt = {"base": {"table_sha256": "t", "samples_sha256": samples}}
+        return identity_of(JobConfig.of(SwapConfig.load(table)), receipt)
+
+    assert identity() == identity(model="b") == identity(cache="c")
+    assert identity() != identity(samples="x") and identity() != identity(guidance=9.0)
 
 
 def test_a_longer_run_with_another_learning_rate_goes_on_where_it_is_asked_for(job):

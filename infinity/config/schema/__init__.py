@@ -17,6 +17,8 @@ from infinity.config.values import integer
 
 SCHEMA = 1
 SEED = integer(maximum=2**63 - 1)
+# Marks a key of a job that its numbers do not depend on, or whose content is compared instead.
+MAY_CHANGE = "a run may go on with another value"
 
 _T = TypeVar("_T", bound=BaseModel)
 
@@ -44,6 +46,21 @@ def one_as_list(value: Any) -> Any:
 def defaults() -> Any:
     """A section that may be left out: read from an empty table, so that its own rules apply."""
     return Field(default_factory=dict, validate_default=True)
+
+
+def numbers(table: Section, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a table that the numbers of a run depend on, those of inner tables
+    dotted, with their values as `written`."""
+    found: dict[str, Any] = {}
+    for key, info in type(table).model_fields.items():
+        inner = getattr(table, key)
+        if MAY_CHANGE in info.metadata:
+            continue
+        if isinstance(inner, Section):
+            found |= {f"{key}.{k}": value for k, value in numbers(inner, written[key]).items()}
+        else:
+            found[key] = written[key]
+    return found
 
 
 def changed(table: _T, values: Mapping[str, Any]) -> _T:

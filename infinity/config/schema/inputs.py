@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from infinity.config.schema import SEED, Section, one_as_list
+from infinity.config.schema import MAY_CHANGE, SEED, Section, one_as_list
 from infinity.config.values import (
     Flag,
     Location,
@@ -84,7 +84,7 @@ def _model_type_present(config: dict[str, Any] | None) -> dict[str, Any] | None:
 class Model(Section):
     """The model that `infinity train` trains: exactly one of `path` and `[model.config]`."""
 
-    path: Location | None = None
+    path: Annotated[Location | None, MAY_CHANGE] = None
     """A local Hugging Face directory: config.json and safetensors. A repository id means its
     snapshot in the hub's local cache."""
     config: Annotated[dict[str, Any] | None, AfterValidator(_model_type_present)] = None
@@ -95,7 +95,7 @@ class Model(Section):
     ignore: list[Annotated[str, some_text("a pattern of names")]] = Field(default_factory=list)
     """Name patterns of tensors of the checkpoint that the model has no place for and that are to be
     left out. Others are refused."""
-    trust_remote_code: Flag = False
+    trust_remote_code: Annotated[Flag, MAY_CHANGE] = False
     """Runs the code of `path`'s directory for an architecture that transformers lacks. The code can
     do anything that you can."""
 
@@ -216,28 +216,28 @@ class AdapterConfig(Section):
     """Routed experts whose own weights are trained beside the adapter: names such as
     "model.layers.3.mlp.experts.17", or the share of all experts that a census puts first, such as
     "top 2%". `targets = []` trains these alone (docs/howto/experts-in-full.md)."""
-    experts_census: Location | None = None
+    experts_census: Annotated[Location | None, MAY_CHANGE] = None
     """File that `infinity score --routing` wrote over this base; required for a share."""
-    experts_score: Annotated[ExpertScore, choice(ExpertScore)] = "gate"
+    experts_score: Annotated[ExpertScore, choice(ExpertScore), MAY_CHANGE] = "gate"
     """What the census puts first: "gate", the expert's share of the router's weights in its layer,
     or "tokens", its share of the tokens (ESFT-Gate and ESFT-Token of arXiv 2407.01906)."""
-    resume: Location | None = None
+    resume: Annotated[Location | None, MAY_CHANGE] = None
     """Directory of an adapter in PEFT's format to continue from. Its adapter_config.json then
     decides the other keys; one that is set here must agree."""
-    any_base: Flag = False
+    any_base: Annotated[Flag, MAY_CHANGE] = False
     """Continue from `resume` also over another base than the adapter was trained over, of the same
     names and shapes."""
 
-    name: Annotated[str, some_text("a name")] | None = None
+    name: Annotated[Annotated[str, some_text("a name")] | None, MAY_CHANGE] = None
     """Required for each of several: letters, digits, _ and -. The keys below belong to
     `[[adapter]]` alone."""
-    lr: Annotated[float, number(minimum=0)] | None = None
+    lr: Annotated[Annotated[float, number(minimum=0)] | None, MAY_CHANGE] = None
     """Takes the place of `optimizer.lr`."""
-    data: _Sources = ()
+    data: Annotated[_Sources, MAY_CHANGE] = ()
     """Takes the place of `data.paths`."""
-    seed: Annotated[int, SEED] | None = None
+    seed: Annotated[Annotated[int, SEED] | None, MAY_CHANGE] = None
     """Takes the place of `train.seed`, and of `model.seed` for first values."""
-    output: Location | None = Field(
+    output: Annotated[Location | None, MAY_CHANGE] = Field(
         None, json_schema_extra={"x-default": "`output.directory`/NAME"}
     )
     """Directory of its files."""
@@ -285,14 +285,15 @@ class Data(Section):
     `prompt` for "dpo", or `text`. Conversations are written by the model's own chat template.
     Archives and other formats are refused by name."""
 
-    paths: Annotated[_Sources, AfterValidator(_not_empty)]
+    paths: Annotated[_Sources, AfterValidator(_not_empty), MAY_CHANGE]
     """Files and directories: each a path, or a table with path and pattern."""
-    eval_paths: _Sources = ()
+    eval_paths: Annotated[_Sources, MAY_CHANGE] = ()
     """Files and directories to evaluate on. Without them `held_out` of the sequences are kept for
     it."""
     tokenizer: Annotated[
         Path | Literal["auto", "bytes"],
         location(("auto", "bytes"), "the directory of a local Hugging Face tokenizer"),
+        MAY_CHANGE,
     ] = "auto"
     """ "auto" takes the tokenizer in `model.path`, and bytes where there is none. "bytes" takes
     UTF-8 bytes as tokens (vocabulary 256). A directory of the name bytes is written "./bytes"."""
@@ -306,7 +307,7 @@ class Data(Section):
     too."""
     held_out: Annotated[float, number(minimum=0, maximum=0.5)] = 0.05
     """Fraction of the sequences kept for evaluation."""
-    max_bytes: Annotated[int | None, or_off(size())] = None
+    max_bytes: Annotated[int | None, or_off(size()), MAY_CHANGE] = None
     """Most bytes of text to read; not for records."""
     seed: Annotated[int, SEED] = 0
     """Seed of the split and the order."""

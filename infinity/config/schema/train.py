@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from infinity.config.schema import SEED, Section, one_as_list
+from infinity.config.schema import MAY_CHANGE, SEED, Section, one_as_list
 from infinity.config.values import (
     Flag,
     Location,
@@ -49,7 +49,7 @@ class Sample(Section):
 class Distill(Section):
     """The teacher of "distill", and the divergence of the student from it."""
 
-    teacher: Location
+    teacher: Annotated[Location, MAY_CHANGE]
     """The directory of a model with the student's tokenizer, which is frozen, or a file that
     `infinity score --top-k` wrote of the same data."""
     forward_kl: Annotated[float, number(minimum=0)] = 1.0
@@ -76,7 +76,7 @@ class Grpo(Section):
     rewards: tuple[Annotated[str, some_text('"module:function"')], ...] = ()
     """Functions "module:function", which TRL calls with prompts, completions and further columns of
     the records. Their sum is the reward."""
-    reward_model: Location | None = None
+    reward_model: Annotated[Location | None, MAY_CHANGE] = None
     """The directory of a model that scores sequences, beside the functions or alone."""
     num_generations: Annotated[int, integer(2)] = 8
     """Completions of a prompt, which are compared with each other. Divides the sequences of a
@@ -87,10 +87,10 @@ class Grpo(Section):
     """Randomness of what is generated."""
     beta: Annotated[float, number(minimum=0)] = 0.0
     """Strength with which the model is held to that before training."""
-    sampler: Annotated[str, some_text("a sampler")] = "transformers"
+    sampler: Annotated[str, some_text("a sampler"), MAY_CHANGE] = "transformers"
     """ "transformers" generates with the model that is trained. The address of an OpenAI-compatible
     server, "http://HOST:PORT", lets that generate for "grpo" with [adapter]."""
-    sampler_directory: Location | None = Field(
+    sampler_directory: Annotated[Location | None, MAY_CHANGE] = Field(
         None, json_schema_extra={"x-default": "`sampler` inside output.directory"}
     )
     """Where a server reads the adapter."""
@@ -127,7 +127,7 @@ class Diffusion(Section):
     """Of "mode"."""
     guidance: Annotated[float, number(minimum=0)] = 3.5
     """What a guidance-distilled transformer, such as FLUX.1-dev, takes as its guidance."""
-    cache: Location | None = Field(
+    cache: Annotated[Location | None, MAY_CHANGE] = Field(
         None, json_schema_extra={"x-default": "`encoded` inside output.directory"}
     )
     """Directory of latents and prompt embeddings, which runs may share."""
@@ -160,23 +160,24 @@ class Train(Section):
     """Steps over which the learning rate rises; the first of them has rate 0. At most `steps`."""
     min_lr_ratio: Annotated[float, number(minimum=0, maximum=1)] = 0.0
     """Learning rate at the end of linear and cosine, relative to the peak."""
-    eval_every: Annotated[int, integer(0)] = 0
+    eval_every: Annotated[int, integer(0), MAY_CHANGE] = 0
     """Evaluate on held-out data every so many steps; 0 is never."""
-    eval_batches: Annotated[int, integer(1)] = 8
+    eval_batches: Annotated[int, integer(1), MAY_CHANGE] = 8
     """Batches per evaluation."""
-    early_stopping_patience: Annotated[int, integer(0)] = 0
+    early_stopping_patience: Annotated[int, integer(0), MAY_CHANGE] = 0
     """End after so many evaluations in a row without a new lowest loss; 0 is never."""
-    keep_best: Flag = False
+    keep_best: Annotated[Flag, MAY_CHANGE] = False
     """Write the weights of the evaluation with the lowest loss to `best` in output.directory, each
     time there is a new one."""
     report_to: Annotated[
         tuple[_Tracker, ...],
         BeforeValidator(one_as_list, json_schema_input_type=tuple[_Tracker, ...] | _Tracker),
+        MAY_CHANGE,
     ] = ()
     """Trackers that get the loss, the learning rate, evaluations and the speed of each log line.
     Each needs its package. trackio writes files, project "infinity"; W&B reads WANDB_MODE,
     "offline" needs no account."""
-    run_name: Annotated[str | None, or_off(some_text("the name of the run"))] = None
+    run_name: Annotated[str | None, or_off(some_text("the name of the run")), MAY_CHANGE] = None
     """The name of the run in trackers. Default: that of the output directory."""
     dpo_beta: Annotated[float, number(above=0)] = 0.1
     """Strength with which "dpo" holds to the model before training."""
@@ -186,19 +187,19 @@ class Train(Section):
     """Generation and rewards of "grpo" and "rloo"."""
     diffusion: Diffusion | None = None
     """Images and noise of "diffusion"."""
-    activation_checkpointing: Flag = False
+    activation_checkpointing: Annotated[Flag, MAY_CHANGE] = False
     """Recompute activations in the backward."""
-    nonfinite: Annotated[Nonfinite, choice(Nonfinite)] = "error"
+    nonfinite: Annotated[Nonfinite, choice(Nonfinite), MAY_CHANGE] = "error"
     """What becomes of a step whose loss or norm is not finite: "error" ends the run with the
     weights of the step before; "skip" leaves the weights as they are, says so and continues with
     the next batches. More than 16 such steps in a row are an error."""
     seed: Annotated[int, SEED] = 0
     """Seed of dropout and other randomness."""
-    log_every: Annotated[int, integer(1)] = 1
+    log_every: Annotated[int, integer(1), MAY_CHANGE] = 1
     """Steps between log lines."""
-    threads: Annotated[Literal["auto"] | int, auto_or(integer(1, 4096))] = "auto"
+    threads: Annotated[Literal["auto"] | int, auto_or(integer(1, 4096)), MAY_CHANGE] = "auto"
     """CPU threads that compute."""
-    sample: Sample | None = None
+    sample: Annotated[Sample | None, MAY_CHANGE] = None
     """Generate a sample at the end."""
 
     @model_validator(mode="after")

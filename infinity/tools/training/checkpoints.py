@@ -14,7 +14,8 @@ import errno
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,14 @@ from infinity.checkpoint.run.inspection import damaged_after
 from infinity.checkpoint.run.load import Loaded, believing, chosen_units, load, read_program
 from infinity.checkpoint.run.save import async_save, commit, copy_behind
 from infinity.config import JobConfig
+from infinity.config.schema import numbers
+from infinity.config.swap import COMMITS_NAME, COPYING_NAME
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.tools.training.job import Job
 from infinity.tools.training.process import Interrupt
 from infinity.tools.training.report import Reporter, Summary
 from infinity.tools.training.trainer import check_state
 
-_DATA_KEYS = (
-    "sequence_length", "packing", "assistant_only_loss", "held_out", "seed", "shuffle",
-)  # fmt: skip
-_TRAIN_KEYS = (
-    "method", "dpo_beta", "batch_size", "schedule", "warmup_steps", "min_lr_ratio", "seed",
-)  # fmt: skip
 # Keys of the learning rate over the run, and its length. A continuation may change them on request.
 _ACCEPTED = frozenset((
     "optimizer.lr", "train.steps", "train.epochs", "train.schedule", "train.warmup_steps",
@@ -46,6 +43,9 @@ _ACCEPTED = frozenset((
 _BATCHES_KEY = "train.gradient_accumulation_steps"
 _NAMES = {_BATCHES_KEY: "train.gradient_accumulation_steps times the number of ranks"}
 _IDENTITY = "run"
+# Keys, or how they begin, that older checkpoints may lack, or have and nobody compares.
+_LATER = ("model.", "train.labels", "train.diffusion.", "the SHA-256 of")
+_EARLIER = frozenset(("precision.gradients", "train.grpo.reward_model"))
 TRAINER_STATE = "trainer"  # The key of TRL's state in `extra`.
 
 
@@ -72,7 +72,7 @@ def plan_resume(
             if complete is not None:
                 raise ConfigError(
                     f"{complete} already exists and is whole, expected none later than step "
-                    f"{loaded.step}: resume from it, remove it, or use another directory"
+                    f"{loaded.step}: resume from it, {_way_round(complete)}"
                 )
         return loaded
     there = sorted(
@@ -85,8 +85,7 @@ def plan_resume(
         if newest.parent in config.commit_directories:
             raise ConfigError(
                 f"{newest.parent}: the swap directory has committed step {step_of(newest)} of a "
-                "run; go on from it with --resume, give this run its own swap directory, or "
-                f"remove it with `infinity inspect {newest.parent.parent} --remove-stale`"
+                f"run; go on from it with --resume, {_way_round(newest)}"
             )
         raise ConfigError(
             f"checkpoint.directory: {newest.parent} has checkpoints up to step {step_of(newest)}; "
@@ -94,6 +93,16 @@ def plan_resume(
         )
     with naming_older(config, newest):
         return read_program(newest)
+
+
+def _way_round(path: Path) -> str:
+    """Returns what to do about a checkpoint that is not to be continued."""
+    if path.parent.name not in (COMMITS_NAME, COPYING_NAME):
+        return "remove it, or use another directory"
+    return (
+        "give this run its own swap directory, or remove it with `infinity inspect "
+        f"{path.parent.parent} --remove-stale`"
+    )
 
 
 @contextmanager
@@ -126,33 +135,23 @@ def _newest_before(config: JobConfig, path: Path) -> Path | None:
     return None
 
 
-def identity_of(config: JobConfig, tokens_sha256: str, *, num_ranks: int = 1) -> dict[str, Any]:
-    """Returns the settings that the numbers of a run depend on, by dotted key, for `extra` of a
-    checkpoint. `tokens_sha256` is the digest of all tokens that the run trains on."""
+def identity_of(config: JobConfig, receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the numbers of a run depend on, for `extra` of a checkpoint: settings, by dotted
+    key, and the digests of a receipt (`Job.receipt`), of which an empty one has none."""
     table = config.to_dict()
     facts = {f"optimizer.{key}": table["optimizer"][key] for key in config.optimizer.keys}
-    facts |= {f"precision.{key}": value for key, value in table["precision"].items()}
-    facts["precision.gradients"] = "float32"  # Checkpoints of 0.1 have it; no key any more.
-    facts |= {f"data.{key}": table["data"][key] for key in _DATA_KEYS}
-    facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
-    if labels := table["train"].get("labels"):
-        facts["train.labels"] = labels
-    if distill := table["train"].get("distill"):
-        facts |= {f"train.distill.{k}": v for k, v in distill.items() if k != "teacher"}
-    if grpo := table["train"].get("grpo"):
-        facts |= {f"train.grpo.{k}": v for k, v in grpo.items() if not k.startswith("sampler")}
-    facts[_BATCHES_KEY] = table["train"]["gradient_accumulation_steps"] * num_ranks
-    if table["train"]["schedule"] != "constant":  # With a constant rate, a run may be made longer.
-        facts |= {f"train.{key}": table["train"][key] for key in ("steps", "epochs")}
+    for name in ("precision", "model", "adapter", "data", "train"):
+        if (section := getattr(config, name)) is not None:
+            facts |= {f"{name}.{key}": v for key, v in numbers(section, table[name]).items()}
+    facts[_BATCHES_KEY] *= receipt.get("ranks", 1)
+    if config.train.schedule == "constant":  # Then a run may be made longer.
+        del facts["train.steps"], facts["train.epochs"]
     if table["schedule"]["micro_batch"] is not None:  # It decides which random numbers are drawn.
         facts["schedule.micro_batch"] = table["schedule"]["micro_batch"]
-    facts["model.config"] = table["model"]["config"]
-    if config.adapter is not None:
-        # The values are in the checkpoint; the last ones are those of other keys.
-        own = {"resume", "any_base", "name", "lr", "data", "seed", "output"}
-        own |= {"experts_census", "experts_score"}  # The experts are named.
-        facts |= {f"adapter.{k}": v for k, v in table["adapter"].items() if k not in own}
-    facts["the SHA-256 of the tokens"] = tokens_sha256
+    base = receipt.get("base") or {}
+    digests = {"tokens": receipt.get("tokens_sha256"), **receipt.get("others", {})}
+    digests |= {"base's table": base.get("table_sha256"), "base": base.get("samples_sha256")}
+    facts |= {f"the SHA-256 of the {what}": digest for what, digest in digests.items() if digest}
     return {_IDENTITY: facts}
 
 
@@ -174,6 +173,7 @@ def check_same_run(
             + "; ".join(changed.values())
             + (". Each step has to see as many batches as before" if has_others else "")
             + (". To go on with it nevertheless, add --accept-changes" if can_accept else "")
+            + (f". To begin beside it, {_way_round(loaded.path)}" if not can_accept else "")
         )
     return [f"accepted since {loaded.path.name}: {change}" for change in changed.values()]
 
@@ -181,13 +181,14 @@ def check_same_run(
 def _settings_of(loaded: Loaded | JobConfig) -> dict[str, Any]:
     """Returns what `identity_of` has said. Raises ConfigError, CorruptionError for a checkpoint."""
     if isinstance(loaded, JobConfig):
-        return dict(identity_of(loaded, "")[_IDENTITY])
+        return dict(identity_of(loaded, {})[_IDENTITY])
     found = loaded.extra.get(_IDENTITY)
     if not isinstance(found, dict) or TRAINER_STATE not in loaded.extra:
         raise ConfigError(f"{loaded.path} was not written by `infinity train`")
     with believing(loaded.path / PROGRAM_NAME, "the state of the run"):
         check_state(loaded.extra[TRAINER_STATE], loaded.step)
-        return {text_of(key, "a key of its settings"): value for key, value in found.items()}
+        settings = {text_of(key, "a key of its settings"): v for key, v in found.items()}
+        return {key: value for key, value in settings.items() if key not in _EARLIER}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -195,8 +196,18 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
     return {
         key: f"{_NAMES.get(key, key)} is {now.get(key)!r} and was {before.get(key)!r}"
         for key in sorted({*now, *before})
-        if now.get(key) != before.get(key)
+        if now.get(key) != before.get(key) and (key in before or not key.startswith(_LATER))
     }
+
+
+def is_of_run(path: Path, identity: dict[str, Any]) -> bool:
+    """Returns whether a checkpoint is of the run that `identity_of` describes, changes aside that
+    --accept-changes allows. A damaged one is: where it is used, its damage is reported."""
+    try:
+        check_same_run(read_program(path), identity, accept_changes=True)
+    except (ConfigError, CorruptionError) as error:
+        return isinstance(error, CorruptionError)
+    return True
 
 
 def changes_of_settings(before: JobConfig | Loaded, config: JobConfig) -> dict[str, str]:
@@ -226,9 +237,7 @@ class RunCheckpoints:
         self._job = job
         self._reporter = reporter
         self._summary = summary
-        self._identity = identity_of(config, job.tokens_sha256, num_ranks=job.rank.count)
-        if job.trainer.teacher is not None:
-            self._identity[_IDENTITY]["the SHA-256 of the teacher"] = job.trainer.teacher.sha256
+        self._identity = identity_of(config, job.receipt())
         # The checkpoint of one of several adapters holds no other.
         self._has_all_state = config.adapter is None or config.adapter.name is None
         self._accepted: list[str] = []  # Changes since the checkpoint.
@@ -236,12 +245,16 @@ class RunCheckpoints:
         self._saving: Saving | None = None  # The checkpoint that is being copied.
 
     def check(self, *, accept_changes: bool) -> list[str]:
-        """Compares the run with the one that it resumes: see `check_same_run`."""
+        """Compares the run with the one that it resumes, and with those that have committed steps
+        in its swap directory, which it would remove: see `check_same_run`."""
         if self._job.resume is not None:
             with naming_older(self._config, self._job.resume.path):
                 self._accepted = check_same_run(
                     self._job.resume, self._identity, accept_changes=accept_changes
                 )
+            for path in chain(*map(list_checkpoints, self._config.commit_directories)):
+                with suppress(CorruptionError):
+                    check_same_run(read_program(path), self._identity, accept_changes=True)
         return self._accepted
 
     @property
@@ -335,7 +348,8 @@ class RunCheckpoints:
         try:
             yield
         except StorageError as error:
-            if error.errno != errno.ENOSPC or self._job.rank.count > 1 or self._config.tiers.nvme:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not is_full or self._job.rank.count > 1 or self._config.tiers.nvme:
                 raise
             self._saving = None
             self._reporter.note(f"warning: no checkpoint of step {step}: {error}; the run goes on")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint import weight_source
 from infinity.checkpoint.durable import check_space
 from infinity.checkpoint.huggingface.export_weights import plan_export
 from infinity.checkpoint.run.load import Loaded
@@ -21,7 +22,7 @@ from infinity.integrations.sampler import ServerSampler
 from infinity.modules.reading.configuration import model_for_text
 from infinity.modules.tiling.layers import Tiled
 from infinity.tools.training.adapter import adapter_nbytes, name_of
-from infinity.tools.training.base_identity import identify
+from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.ending import versions
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
@@ -44,6 +45,7 @@ class Job:
     data: JobData
     num_tokens: int
     tokens_sha256: str
+    others: dict[str, str]  # The SHA-256 of what else the numbers depend on.
     trainer: Any  # Over the model on meta.
     num_steps: int  # Of the whole run.
     num_parameters: int
@@ -64,6 +66,7 @@ class Job:
             device = torch.cuda.get_device_name()
         return {
             "tokens_sha256": self.tokens_sha256,
+            "others": self.others,
             "base": None if weights is None else asdict(identify(weights)),
             "versions": versions(),
             "device": device,
@@ -158,6 +161,7 @@ def _prepare(
         data=data,
         num_tokens=num_tokens,
         tokens_sha256=sha256,
+        others=_others(trainer, config),
         trainer=trainer,
         num_steps=trainer.count_steps(),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -178,6 +182,19 @@ def _measured(trainer: Any, config: JobConfig, data: JobData) -> tuple[int, int,
     if config.train.diffusion is not None:
         return measure_images(trainer.train_dataset, cache_of(config))
     return measure(trainer.train_dataset, data.files, config.data.sequence_length)
+
+
+def _others(trainer: Any, config: JobConfig) -> dict[str, str]:
+    found = {} if trainer.teacher is None else {"teacher": trainer.teacher.sha256}
+    options = config.train.grpo
+    if options is not None and (path := options.reward_model) is not None:
+        is_safe = any(path.glob("*.safetensors"))
+        found["reward model"] = (
+            identify(weight_source(path)).samples_sha256
+            if is_safe
+            else sha256_of(*sorted(path.glob("*.bin")))
+        )
+    return found
 
 
 def _give_teacher(trainer: Any, config: JobConfig, data: JobData, teacher: Teacher) -> None:

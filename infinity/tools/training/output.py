@@ -69,6 +69,7 @@ def _receipts(value: Any, what: str) -> list[dict[str, Any]]:
             field(row, key)
         table_of(row["versions"], "versions")
         table_of(row["base"] or {}, "base")
+        table_of(row.get("others", {}), "others")
     return found
 
 

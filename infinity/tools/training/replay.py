@@ -31,7 +31,7 @@ from infinity.checkpoint.run.references import SHARDS_NAME, check_reference
 from infinity.config import JobConfig, SwapConfig
 from infinity.config.schema import changed
 from infinity.errors import ConfigError, CorruptionError, InfinityError, NonFiniteError
-from infinity.tools.training.checkpoints import changes_of_settings
+from infinity.tools.training.checkpoints import changes_of_settings, identity_of, is_of_run
 from infinity.tools.training.job import Job
 from infinity.tools.training.metrics import OF_RANKS, RECEIPT, MetricsReader, differences
 from infinity.tools.training.output import SUMMARY_NAME, config_of_run, locked, receipts_of_run
@@ -69,11 +69,10 @@ def replay(
     directory = directory.resolve()
     settings, lines = _of_run(directory), _lines_of(directory)
     last = max(lines, default=0) if step is None else step
-    saved = {
-        step_of(path): path
-        for place in (*settings.commit_directories, settings.checkpoint_directory)
-        for path in list_checkpoints(place)
-    }
+    identity = identity_of(settings, (receipts_of_run(directory) or [{}])[-1])
+    commits = chain(*map(list_checkpoints, settings.commit_directories))
+    saved = {step_of(path): path for path in commits if is_of_run(path, identity)}
+    saved |= {step_of(path): path for path in list_checkpoints(settings.checkpoint_directory)}
     found: Found = {"run": str(directory), "step": last, "differences": [], "notes": []}
     found |= {"after": 0, "compared": {}}
     try:
