@@ -123,8 +123,8 @@ class Diffusion(Section):
     """Of "logit_normal"."""
     logit_std: Annotated[float, number(above=0)] = 1.0
     """Of "logit_normal"."""
-    mode_scale: Annotated[float, number()] = 1.29
-    """Of "mode"."""
+    mode_scale: Annotated[float, number(minimum=-1, maximum=1.75)] = 1.29
+    """Of "mode": beyond these bounds noise levels would not grow with what is drawn."""
     guidance: Annotated[float, number(minimum=0)] = 3.5
     """What a guidance-distilled transformer, such as FLUX.1-dev, takes as its guidance."""
     cache: Annotated[Location | None, MAY_CHANGE] = Field(
@@ -208,6 +208,13 @@ class Train(Section):
             came = "neither" if self.steps is None else "both"
             raise conflict(f"expected exactly one of steps and epochs; got {came}")
         return self
+
+    @field_validator("min_lr_ratio")
+    @classmethod
+    def _falls(cls, ratio: float, info: ValidationInfo) -> float:
+        if ratio and info.data.get("schedule") == "constant":
+            raise refuse('0 with train.schedule = "constant", whose rate does not fall', ratio)
+        return ratio
 
     @model_validator(mode="after")
     def _one_teacher(self) -> Train:

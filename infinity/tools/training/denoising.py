@@ -182,7 +182,8 @@ class Denoising:
             )
         ]
         latents, noise, levels = (torch.cat(parts) for parts in zip(*drawn, strict=True))
-        number = (levels * self._scheduler.config.num_train_timesteps).long()
+        count = self._scheduler.config.num_train_timesteps
+        number = (levels * count).long().clamp(0, count - 1)  # A level may round to 1.
         times = self._scheduler.timesteps[number].to(device)
         sigmas = self._scheduler.sigmas[number].to(device).view(-1, *[1] * (latents.dim() - 1))
         noisy = (1.0 - sigmas) * latents + sigmas * noise

@@ -33,6 +33,7 @@ from infinity.config.schema import changed
 from infinity.errors import ConfigError, CorruptionError, InfinityError, NonFiniteError
 from infinity.tools.training.checkpoints import changes_of_settings, identity_of, is_of_run
 from infinity.tools.training.job import Job
+from infinity.tools.training.latents import cache_of
 from infinity.tools.training.metrics import OF_RANKS, RECEIPT, MetricsReader, differences
 from infinity.tools.training.output import SUMMARY_NAME, config_of_run, locked, receipts_of_run
 from infinity.tools.training.process import Interrupt
@@ -136,6 +137,8 @@ def _of_run(
     own: dict[str, Any] = {"tiers.nvme": tuple(nvme), "checkpoint": None, "output.notify": None}
     own |= {"output.directory": directory / _NAME / "run", "output.export": False}
     own |= {"train.report_to": (), "train.keep_best": False, "train.sample": None}
+    if config.train.diffusion is not None:  # What the run has encoded is used again.
+        own["train.diffusion.cache"] = cache_of(config)
     if config.train.threads == "auto":
         own["train.threads"] = threads
     return changed(config, own)
