@@ -2,6 +2,7 @@
 
 While installed, `from_pretrained` of transformers builds models without memory, and a Trainer
 offloads its model, with the adapter that TRL has attached, before it first trains or evaluates.
+What the program has written into the model until then is kept; the files give the rest.
 `TrainingArguments(deepspeed=...)` gives the configuration where there is none.
 """
 
@@ -25,6 +26,8 @@ from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, InfinityError
 from infinity.integrations.hf import OffloadedTrainer, prepare_accelerator, prepare_trainer
+from infinity.modules.reading.adapters import values_of_adapters
+from infinity.modules.reading.empty_weights import Provisional, is_to_come
 from infinity.tools.pretrained import (
     choose_config,
     empty_pretrained,
@@ -123,7 +126,8 @@ class DropIn:
         dtype = own.pop("dtype", own.pop("torch_dtype", None))
         hf_config = own.pop("config", None)
         config = for_directory(SwapConfig(), directory, dtype)
-        model = empty_pretrained(directory, config, cls, own, hf_config)
+        with torch.random.fork_rng(devices=[]):  # transformers' own draws nothing here.
+            model = empty_pretrained(directory, config, cls, own, hf_config)
         self._directories[model] = directory
 
         def refuse(module: nn.Module, *_: Any) -> None:
@@ -147,13 +151,19 @@ class DropIn:
         if directory is None:
             return False
         reference = getattr(trainer, "ref_model", None)
-        if reference is not None and (its := self._directory_in(reference)) is not None:
+        its = None if reference is None else self._directory_in(reference)
+        if its is not None and not _is_offloaded_around(reference):
             reference.requires_grad_(False)
-            infinity.offload(reference, self._config_for(its, None), weights=its)
+            with _written_values(reference):
+                infinity.offload(reference, self._config_for(its, None), weights=its)
             reference._is_accelerate_prepared = True
+        if _is_offloaded_around(trainer.model):  # By an earlier Trainer.
+            prepare_trainer(trainer)
+            return True
         adapters = getattr(trainer.model, "peft_config", {})
         config = self._config_for(directory, next(iter(adapters.values()), None))
-        prepare_trainer(trainer, config, weights=directory)
+        with _written_values(trainer.model):
+            prepare_trainer(trainer, config, weights=directory)
         return True
 
     def _for_loop(self, accelerator: Any, parts: tuple[Any, ...]) -> dict[int, Any]:
@@ -172,7 +182,8 @@ class DropIn:
                 continue
             adapters = getattr(model, "peft_config", {})
             config = self._config_for(directory, next(iter(adapters.values()), None))
-            infinity.offload(model, config, weights=directory)
+            with _written_values(model):
+                infinity.offload(model, config, weights=directory)
             optimizer = optimizer_like(plain, dict(model.named_parameters()), names)
             made[id(model)], made[id(plain)] = prepare_accelerator(accelerator, model, optimizer)
             for scheduler in parts:
@@ -214,6 +225,28 @@ def optimizer_like(
     ]
     made: infinity.AdamW = getattr(infinity, kind)(groups)
     return made
+
+
+@contextmanager
+def _written_values(model: nn.Module) -> Iterator[None]:
+    """Writes the values of a model built empty again, after the files have been read over them in
+    the block. Raises ConfigError for a small parameter that was changed without its value."""
+    kept, values = values_of_adapters(model), {}
+    for name, parameter in model.named_parameters():
+        if is_to_come(parameter) or id(parameter) in kept:
+            continue
+        if isinstance(parameter, Provisional):
+            raise ConfigError(
+                f"{name!r} was changed before its value was read from the files; write all of it "
+                "(copy_, load_state_dict), or change it after infinity.from_pretrained, inside "
+                "`with infinity.gather(module, modify=True):`"
+            )
+        values[name] = parameter.detach().clone()
+    yield
+    for name, value in values.items():
+        parameter = model.get_parameter(name)
+        with infinity.gather(parameter, modify=True), torch.no_grad():
+            parameter.copy_(value)
 
 
 def _is_offloaded_around(model: nn.Module) -> bool:

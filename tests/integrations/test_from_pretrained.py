@@ -13,7 +13,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 import infinity
 from infinity.config import SwapConfig
@@ -168,6 +174,50 @@ def test_a_program_of_trl_runs_as_it_is(
     assert any(value.any() for name, value in adapter.items() if "lora_B" in name)
     engine.close()
     assert isinstance(AutoModelForCausalLM.from_pretrained(made).lm_head.weight.sum().item(), float)
+
+
+def losses_of(model: Any, directory: Path) -> list[float]:
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(32).view(4, 8)]
+    args = TrainingArguments(
+        str(directory), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=1e-2,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=args, train_dataset=rows)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("kept_nbytes", [0, 64 << 10])
+def test_what_a_program_writes_before_the_trainer_is_kept_and_two_trainers_follow(
+    kept_nbytes: int, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.modules.reading.empty_weights._KEPT_NBYTES", kept_nbytes)
+
+    def losses() -> list[float]:
+        model: Any = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+        head, *norms = (torch.randn(259, 32), torch.full((32,), 0.5), torch.full((32,), 2.0))
+        with torch.no_grad():
+            model.lm_head.weight.copy_(head)
+        model.load_state_dict({"model.norm.weight": norms[0]}, strict=False)
+        model.model.layers[0].input_layernorm.weight = torch.nn.Parameter(norms[1])
+        return [*losses_of(model, tmp_path / "out"), *losses_of(model, tmp_path / "out")]
+
+    torch.manual_seed(0)
+    expected = losses()
+    torch.manual_seed(0)
+    with DropIn({"tiers": small_tiers(tmp_path / "swap")}).installed():
+        assert losses() == expected
+
+
+def test_a_part_of_a_small_weight_written_before_its_value_is_refused(
+    made: Path, tmp_path: Path
+) -> None:
+    with DropIn({}).installed():
+        model: Any = AutoModelForCausalLM.from_pretrained(made)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(3)
+        with pytest.raises(ConfigError, match="changed before its value was read"):
+            losses_of(model, tmp_path / "out")
 
 
 def test_a_model_that_no_trainer_trains_says_what_to_do(made: Path) -> None:
