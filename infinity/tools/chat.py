@@ -35,9 +35,21 @@ class TextWriter:
         self, ids: list[int], *, num_tokens: int, temperature: float, say: Callable[[str], None]
     ) -> list[int]:
         """Continues `ids` by at most `num_tokens` tokens, gives `say` each new piece of text, and
-        returns the new ids. `temperature` 0 takes the likeliest token."""
+        returns the new ids, without the token that ends a text. `temperature` 0 takes the likeliest
+        token. Raises ConfigError where `ids` fill the positions of the model, at which it stops.
+        """
         from transformers.generation.streamers import BaseStreamer
 
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None:
+            num_tokens = min(num_tokens, positions - len(ids))
+        if num_tokens < 1:
+            raise ConfigError(
+                f"expected fewer tokens than the model's {positions} positions, got {len(ids)}; "
+                "shorten the text, or begin a new conversation"
+            )
+        ends = self.model.generation_config.eos_token_id
+        ends = {*ends} if isinstance(ends, list) else {ends}
         writer, said = self, [0]
         new: list[int] = []
 
@@ -50,7 +62,7 @@ class TextWriter:
                 if self.is_first:  # The prompt.
                     self.is_first = False
                     return
-                new.extend(value.reshape(-1).tolist())
+                new.extend(one for one in value.reshape(-1).tolist() if one not in ends)
                 text = writer.tokenizer.decode(new)
                 if not text.endswith("\ufffd"):
                     say(text[said[0] :])

@@ -242,6 +242,13 @@ def test_a_text_is_that_of_the_model_in_memory(made: Path, tmp_path: Path) -> No
         writer = open_writer(directory, {"tiers": {"host": {"capacity": "64MiB"}}})
         new = writer.write(ids, num_tokens=12, temperature=0, say=pieces.append)
         assert "moments" not in infinity.describe(writer.model).resting
+        writer.model.generation_config.eos_token_id = new[3]
+        end = new.index(new[3])
+        assert writer.write(ids, num_tokens=12, temperature=0, say=lambda _: None) == new[:end]
+        writer.model.config.max_position_embeddings = 5
+        assert len(writer.write(ids, num_tokens=12, temperature=0, say=lambda _: None)) <= 1
+        with pytest.raises(ConfigError, match="fewer tokens than the model's 5 positions, got 5"):
+            writer.write([*ids, 1], num_tokens=12, temperature=0, say=lambda _: None)
         writer.close()
         with torch.no_grad(), adapted.disable_adapter() if directory == made else nullcontext():
             prompt = torch.tensor([ids])
