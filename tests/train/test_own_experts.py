@@ -7,6 +7,7 @@ The comparison is plain PyTorch: the decoded base in memory with transformers' l
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from functools import cache, partial
@@ -290,7 +291,7 @@ def test_a_run_of_experts_alone_killed_and_resumed_is_merged_to_what_trains_in_m
 
 
 def test_a_saved_run_goes_on_and_writes_texts_with_its_own_experts(
-    job: dict[str, Any], base_of: Any, tmp_path: Path
+    job: dict[str, Any], base_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del job["checkpoint"]
     base, _ = base_of("kimi-k2", "int4")
@@ -310,6 +311,17 @@ def test_a_saved_run_goes_on_and_writes_texts_with_its_own_experts(
     more["optimizer"] = {"lr": 0.0}
     run(more)
     assert_same(saved, load_file(tmp_path / "b" / "adapter_experts.safetensors"))
+    weights, moved, plain = tmp_path / "b" / "adapter_model.safetensors", {}, os.replace
+
+    def move(source: Any, target: Any) -> None:
+        moved[Path(target).name] = weights.exists()
+        plain(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", move)
+        run(more)
+    assert moved["adapter_experts.safetensors"] is False, "a kill leaves no weights beside others"
+    assert weights.exists()
     with pytest.raises(ConfigError, match="names 1 experts, and the saved adapter"):
         run(more | {"adapter": {"resume": str(output), "experts_full": CHOSEN["kimi-k2"][:1]}})
     with pytest.raises(UnsupportedError, match="infinity merge"):
@@ -374,6 +386,15 @@ def test_a_census_counts_what_the_router_of_a_plain_forward_chooses(
     assert chosen and chosen.experts_full == tuple(sorted(shares, key=lambda n: -shares[n])[:2])
 
 
+@pytest.mark.parametrize("percent", [7, 14, 29, 58, 100])
+def test_a_share_of_a_hundred_experts_is_that_many(percent: int, tmp_path: Path) -> None:
+    layers = {"m": {"gate": [0.01] * 100}}
+    (tmp_path / "census.json").write_text(json.dumps({"experts": layers}))
+    keys = {"experts_full": f"top {percent}%", "experts_census": str(tmp_path / "census.json")}
+    adapter = settle(SwapConfig.load({"adapter": keys})).adapter
+    assert adapter and len(adapter.experts_full or ()) == percent
+
+
 def _fields(request: Request) -> dict[str, Any]:
     return {name: getattr(request, name) for name in Request.__dataclass_fields__}
 
@@ -412,6 +433,7 @@ def _toml(job: dict[str, Any]) -> str:
         ({"experts_full": "top 2%"}, "needs adapter.experts_census"),
         ({"experts_full": ["top 2%", "a.0"]}, "names of experts, or one share"),
         ({"experts_full": "top two"}, "names of experts, or one share"),
+        ({"experts_full": "top 101%"}, "names of experts, or one share"),
         ({"experts_full": ["model.layers.1.mlp.experts.8"]}, "'model.layers.1.mlp.experts.8' is no "
          "expert .* from model.layers.1.mlp.experts.0 to model.layers.2.mlp.experts.7"),
         ({"experts_full": ["model.layers.1.mlp.experts.0"], "experts": True}, "expected false"),

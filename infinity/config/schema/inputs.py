@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -167,7 +168,9 @@ def _one_word_alone(targets: tuple[str, ...]) -> tuple[str, ...]:
 
 def _one_share_alone(experts: tuple[str, ...]) -> tuple[str, ...]:
     shares = [name for name in experts if name.startswith("top")]
-    if not experts or (shares and (len(experts) > 1 or not _SHARE.fullmatch(shares[0]))):
+    found = _SHARE.fullmatch(shares[0]) if shares else None
+    is_share = found is not None and len(experts) == 1 and Decimal(found[1]) <= 100
+    if not experts or (shares and not is_share):
         raise refuse('names of experts, or one share such as "top 2%"', list(experts))
     return experts
 
@@ -258,17 +261,17 @@ class AdapterConfig(Section):
         if self.experts and self.experts_full:
             text = "expected false with adapter.experts_full, which trains an expert's own weights"
             faults.append(fault(text, "experts"))
-        if self.experts_share is not None and self.experts_census is None:
+        if self.experts_percent is not None and self.experts_census is None:
             text = "needs adapter.experts_census, the file of infinity score --routing"
             faults.append(fault(text, "experts_full"))
         refuse_all(faults)
         return self
 
     @property
-    def experts_share(self) -> float | None:
-        """The share of all experts that `experts_full` asks for, from 0 to 1; None for names."""
+    def experts_percent(self) -> Decimal | None:
+        """The per cent of all experts that `experts_full` asks for; None for names."""
         found = _SHARE.fullmatch(self.experts_full[0]) if self.experts_full else None
-        return None if found is None else float(found[1]) / 100
+        return None if found is None else Decimal(found[1])
 
     @property
     def set_keys(self) -> dict[str, Any]:

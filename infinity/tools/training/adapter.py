@@ -274,12 +274,12 @@ def save_adapter(
             if model in _BASES:
                 write_identity(_BASES[model], partial)
                 save_experts(model, PREFIX, partial)
-            for name in (IDENTITY_NAME, EXPERTS_NAME):
-                if not (partial / name).exists():
-                    (directory / name).unlink(missing_ok=True)  # Of the adapter before.
             before, after = directory / CONFIG_NAME, partial / CONFIG_NAME
             is_other = not before.is_file() or before.read_bytes() != after.read_bytes()
-            replace_files(partial, directory, last=WEIGHTS_NAME, apart=is_other)
+            optional = (IDENTITY_NAME, EXPERTS_NAME)
+            old = [name for name in optional if not (partial / name).exists()]
+            is_other |= any((place / EXPERTS_NAME).exists() for place in (directory, partial))
+            replace_files(partial, directory, last=WEIGHTS_NAME, apart=is_other, without=old)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

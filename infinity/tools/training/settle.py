@@ -63,7 +63,7 @@ def choices(config: SwapConfig) -> list[AutoValue]:
     reason = "an adapter is small: memory first, drives for the rest"
     kinds = _kinds_of_adapter(config)
     found += [AutoValue(f"placement.{kind}", _ADAPTER_TIERS, reason) for kind in kinds]
-    if config.adapter is not None and config.adapter.experts_share is not None:
+    if config.adapter is not None and config.adapter.experts_percent is not None:
         found.append(_experts_of(config.adapter))
     has_text = config.train is None or config.train.diffusion is None
     if config.data is not None and config.data.tokenizer == "auto" and has_text:
@@ -112,8 +112,8 @@ def _kinds_of_adapter(config: SwapConfig) -> list[str]:
 def _experts_of(adapter: AdapterConfig) -> AutoValue:
     """Returns the experts that a census puts first. Raises ConfigError for a file that is no
     census, and for a share of less than one expert."""
-    file, share, by = adapter.experts_census, adapter.experts_share, adapter.experts_score
-    assert file is not None and share is not None
+    file, percent, by = adapter.experts_census, adapter.experts_percent, adapter.experts_score
+    assert file is not None and percent is not None
     what = f"adapter.experts_census: {file} is no census of experts"
     remedy = "; expected the file of infinity score --routing"
     with refusing(what, MalformedError, OSError, TypeError, ValueError, remedy=remedy):
@@ -123,11 +123,11 @@ def _experts_of(adapter: AdapterConfig) -> AutoValue:
             for order, (path, scores) in enumerate(layers.items())
             for number, score in enumerate(list_of(field(table_of(scores, path), by), by))
         )
-    count = int(len(ranked) * share)
+    count = int(len(ranked) * percent / 100)
     if not count:
         least = f"; expected at least {100 / len(ranked):.2g} %" if ranked else ""
         raise ConfigError(
-            f"adapter.experts_full: {100 * share:g} % of the {len(ranked)} experts of {file} is "
+            f"adapter.experts_full: {percent} % of the {len(ranked)} experts of {file} is "
             f"less than one expert{least}"
         )
     reason = f"{count} of {len(ranked)} experts, by {by} in {file}"
