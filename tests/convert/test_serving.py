@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -20,7 +21,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 from infinity.tools.convert.rewrite import write_directory
-from infinity.tools.serving.sheet import SHEET_NAME, Sheet
+from infinity.tools.serving.sheet import ALL, SHEET_NAME, FaultSignature, Sheet
+from infinity.tools.serving.verify import judge
 from infinity.tools.training.merge import plan_merge
 from tests.support.commands import run_command
 from tests.support.quantized import tiny_causal_lm
@@ -248,6 +250,18 @@ def test_the_base_and_what_no_state_explains_are_told_apart(
     finally:
         oracle.restore()
     assert found["outcome"] == "unexplained" and "self_attn.k_proj" in found["sentence"]
+
+
+def test_a_server_that_is_wrong_after_the_first_prompts_is_not_called_as_trained() -> None:
+    """The states of faults are known for the first prompts alone."""
+    base = np.random.default_rng(0).normal(-3, 1, (16, 5))
+    change = np.random.default_rng(1).normal(0, 0.3, base.shape)
+    known = [("halved", 0.5), ("doubled", 2.0)]
+    faults = [FaultSignature(ALL, f, (base + n * change)[:4].tolist()) for f, n in known]
+    adapter = (base + change).tolist()
+    sheet = Sheet({}, {}, [[1] * 6] * 16, adapter, base.tolist(), {ALL: ["m"]}, faults)
+    verdict = judge(sheet, [*adapter[:4], *base[4:].tolist()])
+    assert verdict.outcome == "unexplained" and "later ones" in verdict.sentence
 
 
 def test_a_sheet_has_digests_and_versions_and_is_refused_when_it_is_damaged(

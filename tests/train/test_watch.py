@@ -83,23 +83,25 @@ def test_a_resumed_run_has_the_pace_of_its_own_steps() -> None:
 
 
 def test_a_run_that_is_over_or_stands_still_is_called_so(tmp_path: Path) -> None:
-    over = [line(step, steps=20) for step in range(1, 21)]
+    over = [line(step, steps=20, peak_rss_nbytes=step) for step in range(1, 21)]
     assert "all steps are done" in text_of(over).splitlines()[0]
     assert "no step for 1:00:00" in text_of([line(1), line(2)], age_s=3600).splitlines()[0]
     write(tmp_path / "metrics.jsonl", over)
     result = run_command("watch", tmp_path, env={"COLUMNS": "80"})
     assert result.exit_code == 0 and "all steps are done" in result.output
-    assert json.loads(run_command("watch", tmp_path, "--json").output)["newest"]["step"] == 20
+    found = json.loads(run_command("watch", tmp_path, "--json").output)
+    assert found["newest"]["step"] == 20 and "num_parameters" not in found
+    assert found["peak_rss_nbytes"] == over[-1]["peak_rss_nbytes"]
     assert "output.directory" in run_command("watch", tmp_path / "nothing").output
     code = "from infinity.tools.cli.watch import numbers_of; numbers_of([], 0.0)"
     assert imported_by(code, ("torch", "transformers")) == ([], "")
 
 
-def settings(tmp_path: Path, **output: Any) -> SwapConfig:
+def settings(tmp_path: Path, tokenizer: str = "tokens", **output: Any) -> SwapConfig:
     return SwapConfig.load({
         "output": {"directory": str(tmp_path / "out"), **output},
         "model": {"path": str(tmp_path / "base")}, "adapter": {}, "checkpoint": {},
-        "train": {"steps": 1, "batch_size": 1},
+        "train": {"steps": 1, "batch_size": 1}, "data": {"paths": "a", "tokenizer": tokenizer},
     })  # fmt: skip
 
 
@@ -113,6 +115,8 @@ def test_the_last_lines_are_commands(tmp_path: Path) -> None:
     text = "\n".join(next_commands(settings(tmp_path), summary))
     assert f"infinity merge {tmp_path / 'base'} {tmp_path / 'out'} -o merged" in text
     assert f"infinity chat {tmp_path / 'out'}" in text
+    text = "\n".join(next_commands(settings(tmp_path, tokenizer="bytes"), summary))
+    assert "infinity generate" in text and "infinity chat" not in text
 
 
 def test_the_command_of_the_file_is_told_each_event_once(tmp_path: Path) -> None:

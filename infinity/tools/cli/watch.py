@@ -87,8 +87,11 @@ def numbers_of(lines: Sequence[Line], now_s: float) -> dict[str, Any]:
     summary, last = summary_of(lines), lines[-1]
     written, done = summary.totals["nvme_write_nbytes"], len(lines)
     steps = last.get("steps") or last["step"]
+    found = summary.to_dict()
+    del found["num_parameters"]  # No line has it.
     return {
-        **summary.to_dict(),
+        **found,
+        "peak_rss_nbytes": last["peak_rss_nbytes"],
         "newest": last,
         "left_s": summary.left_s,
         "age_s": max(now_s - last["ended_s"], 0.0) if "ended_s" in last else None,

@@ -140,6 +140,11 @@ def _outcome(
         if state.distance < _MARGIN * max(nearest.distance, noise / 3)
         and not (state.group == nearest.group and nearest.is_scale and state.is_scale)
     ]
+    if nearest is trained:
+        return "unexplained", (
+            "the first prompts, which tell faults apart, are served as trained, and all prompts "
+            f"together deviate by {deviation:.3g} nats: later ones are treated in another way"
+        )
     if nearest.distance > _LEFT * trained.distance:
         return "unexplained", (
             f"what is served is neither the adapter nor any state that the sheet knows; the "

@@ -38,7 +38,8 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
         model = output if config.adapter is None else f"{base} --adapter {output}"
         found.append((f"infinity score {model} DATA -o scores.jsonl", "score texts"))
     elif summary.export_directory:
-        found.append((f"infinity chat {output}", "talk to it"))
+        if config.data.tokenizer != "bytes":  # These have no chat template.
+            found.append((f"infinity chat {output}", "talk to it"))
         found.append((f'infinity generate {output} "..."', "let it continue a text"))
         if config.adapter is not None:
             found.append((f"infinity merge {base} {output} -o merged", "base and adapter as one"))
