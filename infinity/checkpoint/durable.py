@@ -202,15 +202,15 @@ def replace_files(
     for file in files:
         sync_file(file)
     before = partial / ".before"
-    for name in (*names, *without):
+    for name in (*names, *map(Path, without)):
         if (directory / name).is_file():
             (before / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(directory / name, before / name)
     try:
         if apart:
             (directory / last).unlink(missing_ok=True)
-        for name in without:
-            (directory / name).unlink(missing_ok=True)
+        for old in without:
+            (directory / old).unlink(missing_ok=True)
         for name in names:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / name, directory / name)

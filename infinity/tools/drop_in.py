@@ -150,7 +150,7 @@ class DropIn:
         directory = self._directory_in(trainer.model)
         if directory is None:
             return False
-        reference = getattr(trainer, "ref_model", None)
+        reference: Any = getattr(trainer, "ref_model", None)
         its = None if reference is None else self._directory_in(reference)
         if its is not None and not _is_offloaded_around(reference):
             reference.requires_grad_(False)
