@@ -406,16 +406,19 @@ def test_records_name_images_with_their_captions(form: str, home: Path, tmp_path
 @pytest.mark.parametrize(("change", "message"), [
     ({"model.path": "sd3/transformer", "train.diffusion.resolution": 64}, "at most 32 .*; got 64"),
     ({"train.diffusion.resolution": 18}, "expected a multiple of 4, .*; got 18"),
+    ({"data.sequence_length": 513}, "at most 512, .* a FluxPipeline takes; got 513"),
+    ({"model.path": "qwen/transformer", "data.sequence_length": 1025}, "at most 1024, .*; got 1025"),
     ({"model.path": "images"}, "a directory with model_index.json; got"),
     ({"model.path": "flux/vae"}, "is a AutoencoderKL; expected the FluxTransformer2DModel of a F"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_is_refused(
-    change: dict[str, Any], message: str, home: Path, tmp_path: Path
+    change: dict[str, Any], message: str, home: Path, tmp_path: Path, caplog: Any
 ) -> None:
     change = {k: home / v if k == "model.path" else v for k, v in change.items()}
     config = changed(config_of(job_of(tmp_path, home, "flux")), change)
     with pytest.raises(ConfigError, match=message):
         program.train(config)
+    assert ("computing" in caplog.text) == ("multiple" in message)  # Latents may lie there already.
 
 
 def test_keys_of_text_are_refused(home: Path, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ class Family:
     transformer: the class, whose name config.json has
     embeddings: returns what the text encoders make of a caption, one row of each argument
     predict: calls the transformer for noisy latents; returns the velocity in their shape
+    most_tokens: of a caption, above which the pipeline refuses to generate; None if it never does
     has_frames: latents are those of a film of one frame, and have a mean and a deviation for each
         channel; otherwise one shift and one scale for all
     """
@@ -48,6 +49,7 @@ class Family:
     transformer: str
     embeddings: Callable[[Any, str, int], Tensors]
     predict: Callable[[Denoising, Any, Tensor, Tensor, Tensors], Tensor]
+    most_tokens: int | None
     has_frames: bool = False
 
 
@@ -86,15 +88,27 @@ class Denoising:
                 "Any other denoiser trains in a loop of your own (docs/INTEGRATIONS.md)"
             )
         self.family, self._class = FAMILIES[name], getattr(diffusers, name)
+        most_tokens, length = self.family.most_tokens, config.data.sequence_length
+        if most_tokens is not None and length > most_tokens:
+            raise ConfigError(
+                f"data.sequence_length: expected at most {most_tokens}, the tokens of a caption "
+                f"that a {name} takes; got {length}"
+            )
         own = table_of_file(config.model.path / "config.json")
         if own.get(CLASS_NAME) != self.family.transformer:
             raise ConfigError(
                 f"model.path: {config.model.path} is a {own.get(CLASS_NAME)}; expected the "
                 f"{self.family.transformer} of a {name}"
             )
-        self._most_patches: int | None = own.get("pos_embed_max_size")  # Of a side.
         _refuse_parts(index, self._index)
         self._vae = table_of_file(self._path / "vae" / "config.json")
+        if side := own.get("pos_embed_max_size"):  # Patches: 2 x 2 latents.
+            most = side << len(self._vae["block_out_channels"])
+            if self.options.resolution > most:
+                raise ConfigError(
+                    f"train.diffusion.resolution: expected at most {most} pixels for this "
+                    f"transformer; got {self.options.resolution}"
+                )
         self._scheduler = _scheduler(self._path / "scheduler" / "scheduler_config.json")
 
     # -- Encoders ----------------------------------------------------------------------------------
@@ -159,11 +173,6 @@ class Denoising:
             raise ConfigError(
                 f"train.diffusion.resolution: expected a multiple of {patch}, the pixels of a "
                 f"patch; got {side}"
-            )
-        if self._most_patches is not None and side // patch > self._most_patches:
-            raise ConfigError(
-                f"train.diffusion.resolution: expected at most {self._most_patches * patch} pixels "
-                f"for this transformer; got {side}"
             )
         return {"moments": found}
 
@@ -337,8 +346,8 @@ def _plain(own: Denoising, model: Any, noisy: Tensor, times: Tensor, batch: Tens
 
 
 FAMILIES = {
-    "FluxPipeline": Family("FluxTransformer2DModel", _flux_text, _flux),
-    "QwenImagePipeline": Family("QwenImageTransformer2DModel", _qwen_text, _qwen, has_frames=True),
-    "StableDiffusion3Pipeline": Family("SD3Transformer2DModel", _sd3_text, _plain),
-    "WanPipeline": Family("WanTransformer3DModel", _wan_text, _plain, has_frames=True),
+    "FluxPipeline": Family("FluxTransformer2DModel", _flux_text, _flux, 512),
+    "QwenImagePipeline": Family("QwenImageTransformer2DModel", _qwen_text, _qwen, 1024, True),
+    "StableDiffusion3Pipeline": Family("SD3Transformer2DModel", _sd3_text, _plain, 512),
+    "WanPipeline": Family("WanTransformer3DModel", _wan_text, _plain, None, True),
 }
