@@ -165,6 +165,11 @@ def _encoded(
             for name, index in wanted.items():
                 image, _, at = found[index]
                 made = decoded({"bytes": _content(image, at), "path": None}, at)
+                if made.mode.startswith(("I", "F", "LAB")):  # PIL would cut off what exceeds 255.
+                    raise ConfigError(
+                        f"{at}: expected an image of 8 bits a channel; got the mode {made.mode} "
+                        "of PIL. Convert it, with a scale of your choice"
+                    )
                 _write(directory / name, denoising.moments(pipeline, made))
     encoders, dtype = denoising.encoders, denoising.dtype
     of_caption = [*denoising.facts(encoders), length, str(dtype)]
