@@ -10,12 +10,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import peft
 import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -138,9 +139,10 @@ class Plain:
 
     def __init__(self, directory: Path, adapter: bool, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
-        name = json.loads((directory / "model_index.json").read_text())["_class_name"]
-        self.pipe = getattr(diffusers, name).from_pretrained(
-            directory, dtype={"default": dtype, "vae": torch.float32}
+        index = json.loads((directory / "model_index.json").read_text())
+        without = {name: None for name, kind in index.items() if kind == [None, None]}
+        self.pipe = getattr(diffusers, index["_class_name"]).from_pretrained(
+            directory, dtype={"default": dtype, "vae": torch.float32}, **without
         )
         self.family, self.transformer = directory.name, self.pipe.transformer.train()
         if adapter:
@@ -385,20 +387,21 @@ def test_neither_vae_nor_text_encoders_are_in_memory_beside_the_transformer(
     assert (home / "cache").is_dir() and found == []
 
 
-@pytest.mark.parametrize("form", ["records", "metadata"])
+@pytest.mark.parametrize("form", ["records", "metadata", "saved"])
 def test_records_name_images_with_their_captions(form: str, home: Path, tmp_path: Path) -> None:
     config = config_of(job_of(tmp_path, home, "flux"))
     want = latents.load_images(config.data.paths, config)
     shutil.copytree(home / "images", tmp_path / "images")
-    keys = ("image", "caption") if form == "records" else ("file_name", "text")
-    lines = [
-        json.dumps(
-            dict(zip(keys, (f"{n}.png", (home / f"images/{n}.txt").read_text()), strict=True))
-        )
+    keys = ("file_name", "text") if form == "metadata" else ("image", "caption")
+    rows = [
+        dict(zip(keys, (f"{n}.png", (home / f"images/{n}.txt").read_text()), strict=True))
         for n in range(ROWS)
     ]
     path = tmp_path / "images" / ("rows.jsonl" if form == "records" else "metadata.jsonl")
-    path.write_text("\n".join(lines))
+    if form == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk(path.parent)
+    else:
+        path.write_text("\n".join(json.dumps(row) for row in rows))
     place = path if form == "records" else path.parent
     assert latents.load_images([DataSource(path=place)], config)[:] == want[:]
 
@@ -426,6 +429,40 @@ def test_keys_of_text_are_refused(home: Path, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("shuffle = false", "packing = true"))
     with pytest.raises(ConfigError, match='expected no data.packing with method = "diffusion"'):
         SwapConfig.load(file)
+
+
+def test_an_image_of_more_than_8_bits_is_refused_by_name(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "0.txt").write_text("a red cat")
+    Image.new("I;16", (20, 18), 999).save(tmp_path / "0.png")
+    config = config_of(job_of(tmp_path, home, "flux"))
+    with pytest.raises(ConfigError, match=r"0\.png: expected .* 8 bits a channel; got .* I;16"):
+        latents.load_images([DataSource(path=tmp_path)], config)
+
+
+def test_facts_of_a_part_follow_from_every_byte_of_its_weights(home: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(home / "flux", tmp_path / "flux")
+    config = changed(config_of(job_of(tmp_path, home, "flux")), {
+        "model.path": path / "transformer",
+    })  # fmt: skip
+    found, table = [], torch.zeros(4096, 16)  # Far more than a page.
+    for _ in range(2):
+        save_file({"shared.weight": table}, path / "text_encoder_2" / "model.safetensors")
+        found.append(denoising.Denoising(config).facts(["text_encoder_2"]))
+        table[-1] += 1
+    assert found[0] != found[1]
+
+
+def test_sd3_without_t5_learns_zeros_in_its_place(home: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(home / "sd3", tmp_path / "sd3")
+    index = json.loads((path / "model_index.json").read_text())
+    for name in ("text_encoder_3", "tokenizer_3"):
+        shutil.rmtree(path / name)
+        index[name] = [None, None]
+    (path / "model_index.json").write_text(json.dumps(index))
+    want = Plain(path, adapter=True).run(home / "images")
+    job = job_of(tmp_path, tmp_path, "sd3", "host", ADAPTER)
+    shutil.copytree(home / "images", tmp_path / "images")
+    assert train(job) == want
 
 
 def test_an_image_without_a_caption_is_named(home: Path, tmp_path: Path) -> None:

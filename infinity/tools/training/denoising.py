@@ -15,23 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infinity.checkpoint import weight_source
-from infinity.checkpoint.huggingface.weight_tensors import has_weights
 from infinity.config import JobConfig
 from infinity.config.extras import installed
 from infinity.errors import ConfigError, refusing
 from infinity.modules.reading.configuration import CLASS_NAME, table_of_file
-from infinity.tools.training.base_identity import identify, sha256_of
+from infinity.tools.training.base_identity import sha256_of
 from infinity.tools.training.process import give_back
 
 Tensors = dict[str, Tensor]
-
-_WEIGHTS = (".safetensors", ".bin", ".msgpack", ".h5", ".onnx", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ class Denoising:
                 f"data.sequence_length: expected at most {most_tokens}, the tokens of a caption "
                 f"that a {name} takes; got {length}"
             )
-        own = table_of_file(config.model.path / "config.json")
+        self._own = own = table_of_file(config.model.path / "config.json")
         if own.get(CLASS_NAME) != self.family.transformer:
             raise ConfigError(
                 f"model.path: {config.model.path} is a {own.get(CLASS_NAME)}; expected the "
@@ -116,37 +113,36 @@ class Denoising:
     @property
     def encoders(self) -> list[str]:
         """The parts of the pipeline that captions need."""
-        return [name for name in self._parts() if name.startswith(("text_encoder", "tokenizer"))]
-
-    def _parts(self) -> list[str]:
-        return [name for name, kind in self._index.items() if isinstance(kind, list) and kind[0]]
+        return [
+            name for name, kind in self._index.items()
+            if name.startswith(("text_encoder", "tokenizer")) and kind[0]
+        ]  # fmt: skip
 
     def facts(self, names: Sequence[str]) -> list[str]:
-        """Returns what the results of these parts depend on: digests of their files, versions,
-        the device."""
+        """Returns what the results of these parts depend on: digests of their whole files,
+        versions, the device."""
         found = [str(self._index["_class_name"]), self._device.type]
         found += [f"{name} {installed(name)}" for name in ("torch", "diffusers", "transformers")]
         for name in sorted(names):
-            place = self._path / name
-            files = sorted(p for p in place.iterdir() if p.is_file() and p.suffix not in _WEIGHTS)
-            found.append(f"{name} {sha256_of(*files)}")
-            if has_weights(place):
-                base = identify(source := weight_source(place))
-                source.close()
-                found += [base.table_sha256, base.samples_sha256]
+            with refusing(f"model.path: {self._path / name} cannot be read", OSError):
+                files = sorted(filter(Path.is_file, (self._path / name).iterdir()))
+                found.append(f"{name} {sha256_of(*files)}")
         return found
 
     @contextmanager
     def pipeline(self, names: Sequence[str], dtype: torch.dtype) -> Iterator[Any]:
         """Yields the pipeline with these parts alone, for a `with` block, without gradients. Frees
         their memory behind it."""
-        parts: dict[str, Any] = {n: None for n in self._parts() if n not in (*names, "scheduler")}
+        others = {n for n, kind in self._index.items() if isinstance(kind, list)}
+        parts: dict[str, Any] = dict.fromkeys(others - {*names, "scheduler"})
         # A broken directory makes diffusers raise any exception.
         with refusing(f"model.path: {self._path} cannot be loaded", Exception):
             made = self._class.from_pretrained(
                 self._path, dtype=dtype, local_files_only=True, **parts
             )
         made.to(self._device)
+        # Without its third text encoder SD3 asks the transformer for the width of the zeros.
+        made.transformer = SimpleNamespace(config=SimpleNamespace(**self._own))
         try:
             with torch.no_grad():
                 yield made

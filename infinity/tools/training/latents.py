@@ -134,7 +134,8 @@ def _of_records(path: Path) -> Iterator[Captioned]:
                 f"{at} has {', '.join(row)}; expected an image ({', '.join(_NAMES)}) and its "
                 f"caption ({', '.join(_CAPTIONS)})"
             )
-        yield located(value, path.parent, f"{at}: image"), caption, at
+        folder = path if path.is_dir() else path.parent
+        yield located(value, folder, f"{at}: image"), caption, at
 
 
 def _content(image: Image, at: str) -> bytes:
