@@ -127,10 +127,15 @@ def sweeps(
 
 
 def check(
-    hf_config: Any, sequences: Sequence[Sequence[int]], top_k: int, layers: Sequence[int] = ()
+    hf_config: Any,
+    sequences: Sequence[Sequence[int]],
+    top_k: int,
+    layers: Sequence[int] = (),
+    *,
+    has_head: bool = False,
 ) -> None:
     """Raises ConfigError, which names the sequence, for what a model of this configuration of
-    transformers cannot score."""
+    transformers cannot score. `has_head`: the sequence has scores, and not its tokens."""
     config = hf_config.get_text_config()
     most, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
     if not 0 <= top_k <= most:
@@ -141,7 +146,9 @@ def check(
             f"model; got {', '.join(map(str, layers))}"
         )
     for number, ids in enumerate(sequences):
-        if len(ids) < 2:
+        if has_head and not ids:
+            raise ConfigError(f"sequence {number} has no token; expected one or more")
+        if len(ids) < 2 and not has_head:
             raise ConfigError(
                 f"sequence {number} has {len(ids)} tokens; expected two or more, because a token "
                 "is scored by those before it"

@@ -223,8 +223,9 @@ _KINDS = {
     "MODEL_FOR_MULTIMODAL_LM_MAPPING": "AutoModelForMultimodalLM",
 }
 _SCORING = {"MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": "AutoModelForSequenceClassification"}
-# How the classes of reward models and classifiers end, and what they call their heads, as in PEFT.
-OF_LABELS, HEADS = "ForSequenceClassification", ("score", "classifier")
+# How the classes of reward models and classifiers end, and what they call their heads.
+OF_LABELS = "ForSequenceClassification"
+HEADS = ("score", "classifier", "classification_head", "logits_proj")
 
 
 def empty_model(

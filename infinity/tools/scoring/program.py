@@ -236,10 +236,11 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     hf_config = config_of_directory(directory, trusts_code=request.trust_remote_code)
     vocab_size = int(hf_config.get_text_config().vocab_size)
     sequences = read_sequences(request.data, directory, vocab_size, request.max_length)
-    check(hf_config, [sequence.ids for sequence in sequences], request.top_k, request.layers)
     num_labels = None if request.adapter is None else num_labels_of(request.adapter)
     if any(name.endswith(OF_LABELS) for name in hf_config.architectures or ()):
         num_labels = hf_config.num_labels
+    texts, has_head = [sequence.ids for sequence in sequences], num_labels is not None
+    check(hf_config, texts, request.top_k, request.layers, has_head=has_head)
     if num_labels is not None and (request.top_k or request.layers):
         raise ConfigError(
             f"{request.adapter or directory} scores sequences, not tokens; leave out --top-k and "

@@ -100,6 +100,7 @@ def attach_adapter(
             "[model.config], whose random weights no other program could find again"
         )
     identity, adapted, wanted = identify(base), model, [(options, seed), *others]
+    heads = _new_heads(model, base)
     experts = _experts_of(options, identity, is_single=not others)
     chosen = give_own_weights(model, experts, base, options.resume) if experts else ()
     parts = {part for name, _ in model.named_parameters() for part in name.split(".")}
@@ -110,6 +111,9 @@ def attach_adapter(
         )
     # Of the base alone, which has no modules of adapters.
     configs = [_config(model, options, base, identity) for options, _ in wanted]
+    for (options, _), config in zip(wanted, configs, strict=True):
+        if options.resume is None and heads:
+            config.modules_to_save = list(heads)
     for (options, seed), config in zip(wanted, configs, strict=True):
         torch.manual_seed(seed)
         adapted = _wrapped(adapted, config, options)
@@ -155,8 +159,8 @@ def _config(
     if options.resume is not None and config.task_type not in (None, _task_of(model)):
         raise ConfigError(
             f"the saved adapter {options.resume} is for {config.task_type}, and a "
-            f"{type(model).__name__} is for {_task_of(model)}; merge it into its base and begin a "
-            "new one over that, or use it as it was trained"
+            f"{type(model).__name__} is for {_task_of(model)}; begin a new one, or use it "
+            "as it was trained"
         )
     if options.resume is not None and not options.any_base:
         check_base(options.resume, identity, config.base_model_name_or_path)
@@ -164,6 +168,15 @@ def _config(
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
     return config
+
+
+def _new_heads(model: nn.Module, base: WeightSource) -> list[str]:
+    """Returns the modules that the base lacks, without those that PEFT trains of its own accord.
+    Their random values would be others whenever the base is loaded."""
+    missing = base.plan(model, strict=False).missing if scores_sequences(model) else ()
+    parts = [(name, [part for part in name.split(".") if part in HEADS]) for name in missing]
+    found = {heads[0] if heads else name.rpartition(".")[0] for name, heads in parts}
+    return sorted(found - {"score", "classifier"})
 
 
 def _task_of(model: nn.Module) -> str | None:
