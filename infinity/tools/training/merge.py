@@ -24,7 +24,7 @@ from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.codecs import Plain
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.modules.reading.configuration import config_of_directory, empty_model
+from infinity.modules.reading.configuration import auto_class, config_of_directory, empty_model
 from infinity.tools.convert.quantize import plain, without_quantisation
 from infinity.tools.convert.rewrite import (
     DirectoryPlan,
@@ -33,7 +33,7 @@ from infinity.tools.convert.rewrite import (
     as_stored,
     unchanged,
 )
-from infinity.tools.training.adapter import PREFIX, attach_adapter
+from infinity.tools.training.adapter import PREFIX, attach_adapter, num_labels_of
 from infinity.tools.training.own_experts import changes_of
 
 Stored = Literal["bf16", "keep"]
@@ -88,7 +88,10 @@ def read_changes(
     config = config_of_directory(base)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = empty_model(config, config.dtype or torch.float32, str(base / "config.json"))
+    where, kind = str(base / "config.json"), None
+    if (num_labels := num_labels_of(adapter)) is not None:
+        config.num_labels, kind = num_labels, auto_class(config, where, scores=True)
+    model = empty_model(config, config.dtype or torch.float32, where, kind=kind)
     tied: dict[int, list[str]] = {}  # The names of each parameter.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
@@ -155,7 +158,10 @@ def _changes(
                 change = [Change(factors, box, is_full) for factors in layers.get(target, [])]
                 found.setdefault(name, []).extend(change)
     if left:
-        raise ConfigError(f"{source.path} lacks {min(left)!r}, which the adapter changes")
+        raise ConfigError(
+            f"{source.path} lacks {min(left)!r}, which the adapter has: there is no tensor to "
+            "merge it into; use the adapter with its base (PEFT, infinity score --adapter)"
+        )
     return found
 
 
