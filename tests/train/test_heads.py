@@ -13,11 +13,19 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+    DebertaV2Config,
+    DebertaV2Model,
+)
 
 from infinity.errors import ConfigError
+from infinity.tools.convert.rewrite import write_directory
 from infinity.tools.scoring import program as scoring
 from infinity.tools.training.chat import CHATML
+from infinity.tools.training.merge import plan_merge
 from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.bits import assert_same
 from tests.support.forked import COMMAND, Script
@@ -211,6 +219,36 @@ def test_a_quantised_base_and_an_encoder_get_a_head(tmp_path: Path, table: dict[
             assert metrics(table) == [(loss, norm) for loss, norm, _ in steps]
 
 
+def test_an_adapter_has_all_that_its_base_lacks(tmp_path: Path, table: dict[str, Any]) -> None:
+    """DeBERTa's base has no pooler. `infinity score` and PEFT agree, whatever the seed of a load;
+    a text may have one token."""
+    table = classifying(table)
+    table["adapter"]["targets"] = ["auto"]
+    path, output = Path(table["model"]["path"]), tmp_path / "output"
+    DebertaV2Model(DebertaV2Config(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=256, type_vocab_size=0,
+        pooler_hidden_size=32, pooler_dropout=0.0,
+    )).save_pretrained(path)  # fmt: skip
+    ByteTokenizer().for_records().save_pretrained(path)
+    run(table)
+    data = write(tmp_path / "texts.jsonl", [{"text": "the number 3"}, {"text": "a"}])
+    request = scoring.Request(
+        model=path, data=(data,), output=tmp_path / "s.jsonl", adapter=output, dtype="float32"
+    )
+    scoring.run(request)
+    rows = [json.loads(line) for line in request.output.read_text().splitlines()]
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(LABELS))
+        model = peft.PeftModel.from_pretrained(model, output).eval()
+        with torch.no_grad():
+            plainly = [model(torch.tensor([row["tokens"]])).logits[0].tolist() for row in rows]
+        assert [row["scores"] for row in rows] == plainly
+    with pytest.raises(ConfigError, match=r"lacks '.*', which the adapter has: there is no tensor"):
+        plan_merge(path, output)
+
+
 @pytest.mark.parametrize(
     ("train", "records", "message"),
     [
@@ -224,6 +262,14 @@ def test_a_quantised_base_and_an_encoder_get_a_head(tmp_path: Path, table: dict[
         (
             {"method": "classify", "labels": LABELS}, [{"text": "a", "label": 3}],
             "record 1: label: expected one of .* from 0 to 2; got 3",
+        ),
+        (
+            {"method": "classify", "labels": ("2", "1", "0")}, [{"text": "a", "label": 0}],
+            "record 1: label: expected '0' in quotes",
+        ),
+        (
+            {"method": "classify", "labels": LABELS}, [*TEXTS[:2], {"text": "", "label": 0}],
+            "record 3: text: it has no token",
         ),
     ],
 )  # fmt: skip
@@ -252,3 +298,10 @@ def test_another_head_or_an_adapter_of_text_is_refused(
     table["model"]["path"], table["output"] = table["output"]["directory"], {"directory": "other"}
     with pytest.raises(ConfigError, match="knows even, odd, zero, in this order"):
         run(changed_train(table, labels=LABELS[::-1]))
+    table["adapter"], table["output"] = {"rank": 2}, {"directory": str(tmp_path / "over")}
+    run(changed_train(table, steps=1))
+    merged = tmp_path / "merged"
+    write_directory(plan_merge(Path(table["model"]["path"]), tmp_path / "over"), merged)
+    model = AutoModelForSequenceClassification.from_pretrained(table["model"]["path"])
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "over").merge_and_unload()
+    assert_same(load_file(merged / "model.safetensors"), model.state_dict())

@@ -176,7 +176,7 @@ def read_records(
         )
     found = load_records(paths, vocab_size=vocab_size, labels=labels)
     if labels:
-        return labelled_ids(found, fast, config.data.sequence_length), "labelled texts", None
+        return labelled_ids(found, fast, config.data.sequence_length, place), "labelled texts", None
     kind = kind_of(found, method=method, place=place)
     only = config.data.assistant_only_loss
     if "images" not in found.column_names:

@@ -218,13 +218,18 @@ def answers_with_prompts(dataset: Any) -> Any:
     return dataset.map(join, remove_columns=["prompt_ids"])
 
 
-def labelled_ids(dataset: Any, tokenizer: Any, length: int) -> Any:
-    """Returns texts with labels as token ids, each cut to `length`."""
+def labelled_ids(dataset: Any, tokenizer: Any, length: int, place: str) -> Any:
+    """Returns texts with labels as token ids, each cut to `length`. Raises ConfigError for a text
+    without tokens; `place` names the files."""
 
-    def encode(rows: dict[str, list[str]]) -> Any:
-        return tokenizer(rows["text"], truncation=True, max_length=length)
+    def encode(rows: dict[str, list[str]], numbers: list[int]) -> Any:
+        found = tokenizer(rows["text"], truncation=True, max_length=length)
+        for number, ids in zip(numbers, found["input_ids"], strict=True):
+            if not ids:
+                raise ConfigError(f"{place}: record {number + 1}: text: it has no token to score")
+        return found
 
-    return dataset.map(encode, batched=True, remove_columns=["text"])
+    return dataset.map(encode, batched=True, with_indices=True, remove_columns=["text"])
 
 
 def has_messages(dataset: Any) -> bool:
@@ -442,6 +447,11 @@ def _label_of(value: Any, labels: tuple[str, ...], at: str) -> int:
     """Returns the number of a label, which a record has by that or by its name."""
     if value in labels:
         return labels.index(value)
+    if str(value) in labels and labels.index(str(value)) != value:
+        raise ConfigError(
+            f"{at}: expected {str(value)!r} in quotes for the label of that name, or the name of "
+            f"another; the number {value} is not that label's"
+        )
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(labels):
         return int(value)
     raise ConfigError(
