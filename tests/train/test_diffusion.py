@@ -339,6 +339,22 @@ def test_a_killed_run_goes_on_with_the_same_bits(
         assert torch.equal(again[name], tensor), name
 
 
+def test_a_run_with_another_scheduler_is_another_run(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "flux", tmp_path / "flux")
+    shutil.copytree(home / "images", tmp_path / "images")
+    job = job_of(tmp_path, tmp_path, "flux", "host", ADAPTER)
+    text = (
+        (job / "job.toml").read_text().replace("steps = 4", 'schedule = "constant"\nsteps = 1', 1)
+    )
+    (job / "job.toml").write_text(text)
+    train(job)
+    (job / "job.toml").write_text(text.replace("steps = 1", "steps = 2", 1))
+    file = tmp_path / "flux/scheduler/scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift": 2.0}))
+    with pytest.raises(ConfigError, match="the SHA-256 of the numbers of VAE and scheduler is"):
+        train(job, resume=True)
+
+
 def test_held_out_images_have_the_same_noise_at_every_step(home: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path, home, "flux", "host", ADAPTER)
     text = (job / "job.toml").read_text().replace("held_out = 0.0", "held_out = 0.25")

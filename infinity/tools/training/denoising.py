@@ -129,6 +129,11 @@ class Denoising:
                 found.append(f"{name} {sha256_of(*files)}")
         return found
 
+    def sha256(self) -> str:
+        """Returns a digest of the numbers of VAE and scheduler, on which the loss depends."""
+        names = ("vae/config.json", "scheduler/scheduler_config.json")
+        return sha256_of(*(self._path / name for name in names))
+
     @contextmanager
     def pipeline(self, names: Sequence[str], dtype: torch.dtype) -> Iterator[Any]:
         """Yields the pipeline with these parts alone, for a `with` block, without gradients. Frees

@@ -186,6 +186,8 @@ def _measured(trainer: Any, config: JobConfig, data: JobData) -> tuple[int, int,
 
 def _others(trainer: Any, config: JobConfig) -> dict[str, str]:
     found = {} if trainer.teacher is None else {"teacher": trainer.teacher.sha256}
+    if trainer.denoising is not None:
+        found["numbers of VAE and scheduler"] = trainer.denoising.sha256()
     options = config.train.grpo
     if options is not None and (path := options.reward_model) is not None:
         is_safe = any(path.glob("*.safetensors"))
