@@ -28,7 +28,7 @@ from infinity.private import transformers as of_transformers
 
 PACKAGE = Path(infinity.__file__).parent
 PARTS: dict[str, PrivatePart] = {**of_torch.PARTS, **of_transformers.PARTS}
-LIBRARIES = {"accelerate", "peft", "torch", "transformers", "trl"}
+LIBRARIES = {"accelerate", "diffusers", "peft", "torch", "transformers", "trl"}
 # Python's, and marks of this package on parameters.
 OTHERS = {"_current_frames", "_exit", "_getframe", "_is_guarded", "_offloaded_by"}
 
@@ -140,6 +140,8 @@ def test_the_attributes_are_in_this_release() -> None:
         inspect.getsource(import_module("transformers.modeling_utils")),
         inspect.getsource(import_module("transformers.integrations.moe")),
         inspect.getsource(import_module("trl.trainer.grpo_trainer")),
+        inspect.getsource(import_module("diffusers.models.modeling_utils")),
+        inspect.getsource(import_module("diffusers.pipelines.flux.pipeline_flux")),
     ]  # fmt: skip
     objects: list[Any] = [
         tensor, node, nn.GRU(1, 1), torch.ops.aten.detach.default, torch.autograd.Variable,
