@@ -247,6 +247,9 @@ def _config_of(asked: PlanOptions, directory: ModelDirectory | None) -> SwapConf
 
 
 def _predict(asked: PlanOptions) -> None:
+    # Before torch is imported: a wrong path is named at once.
+    directory = _directory_of(asked)
+    config = _config_of(asked, directory)
     from infinity.config.schema import changed
     from infinity.plan import forecast
     from infinity.tools.plan import report
@@ -261,8 +264,6 @@ def _predict(asked: PlanOptions) -> None:
         sweep_for,
     )
 
-    directory = _directory_of(asked)
-    config = _config_of(asked, directory)
     if not asked.by_name:
         directory = frozen_directory_of(config, is_scored=asked.score)
     model, drives = planned_model(
