@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -185,39 +185,33 @@ def new_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def replace_files(
-    partial: Path, directory: Path, *, last: str, apart: bool = False, without: Sequence[str] = ()
-) -> None:
+def replace_files(partial: Path, directory: Path, *, last: str, gone: Collection[str] = ()) -> None:
     """Syncs the files below `partial` and moves them to the same names in `directory`.
 
     If that fails, the files that had these names have them again. Raises OSError.
 
     last: the name of the file that is moved at the end
-    apart: an earlier file of that name has none while the others are moved, because it does not go
-        with them
-    without: names of earlier files that are removed
+    gone: names of earlier files that do not go with the new ones. They lose these in this order,
+        and for good before the first of the others gets its own
     """
     files = sorted(filter(Path.is_file, partial.rglob("*")), key=lambda file: file.name == last)
     names = [file.relative_to(partial) for file in files]
     for file in files:
         sync_file(file)
-    before = partial / ".before"
-    for name in (*names, *map(Path, without)):
-        if (directory / name).is_file():
-            (before / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(directory / name, before / name)
+    before, earlier = partial / ".before", dict.fromkeys((*map(Path, gone), *names))
     try:
-        if apart:
-            (directory / last).unlink(missing_ok=True)
-        for old in without:
-            (directory / old).unlink(missing_ok=True)
+        for name in filter(lambda name: (directory / name).is_file(), earlier):
+            (before / name).parent.mkdir(parents=True, exist_ok=True)
+            keep = os.replace if str(name) in gone else link_or_copy
+            keep(directory / name, before / name)
+        sync_directory(directory)
         for name in names:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / name, directory / name)
         for parent in {(directory / name).parent for name in names}:
             sync_directory(parent)
     except BaseException:
-        for name in (*names, *map(Path, without)):
+        for name in earlier:
             with contextlib.suppress(OSError):
                 if (before / name).exists():
                     os.replace(before / name, directory / name)

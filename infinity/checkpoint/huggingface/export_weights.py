@@ -373,25 +373,12 @@ def _commit(
 ) -> None:
     """Renames the synced partial files in an order in which a crash cannot mix two exports. If the
     texts cannot be replaced, the earlier export is whole again. Raises OSError."""
-    index, before = directory / f"{plan.prefix}{INDEX_NAME}", directory / ".before.partial"
-    shutil.rmtree(before, ignore_errors=True)
-    before.mkdir()
-    is_single = len(plan.shards) == 1
-    for entry in list(directory.iterdir()):
-        is_shard = _SHARD_PATTERN.fullmatch(entry.name) is not None
-        if entry == index or (is_shard and (is_single or entry.name not in plan.shards)):
-            os.replace(entry, before / entry.name)
-    sync_directory(directory)
-    try:
-        replace_files(texts, directory, last="config.json")
-    except BaseException:
-        for entry in before.iterdir():
-            os.replace(entry, directory / entry.name)
-        before.rmdir()
-        raise
-    shutil.rmtree(before)
+    index, is_single = directory / f"{plan.prefix}{INDEX_NAME}", len(plan.shards) == 1
+    shards = [name for name in os.listdir(directory) if _SHARD_PATTERN.fullmatch(name)]
+    gone = [name for name in shards if is_single or name not in plan.shards]
+    replace_files(texts, directory, last="config.json", gone=[index.name, *gone])
     for writer in writers.values():
         writer.commit()
-    if len(plan.shards) > 1:
+    if not is_single:
         os.replace(directory / plan.partial_index_name, index)
     sync_directory(directory)

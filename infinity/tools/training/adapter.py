@@ -290,9 +290,10 @@ def save_adapter(
             before, after = directory / CONFIG_NAME, partial / CONFIG_NAME
             is_other = not before.is_file() or before.read_bytes() != after.read_bytes()
             optional = (IDENTITY_NAME, EXPERTS_NAME)
-            old = [name for name in optional if not (partial / name).exists()]
             is_other |= any((place / EXPERTS_NAME).exists() for place in (directory, partial))
-            replace_files(partial, directory, last=WEIGHTS_NAME, apart=is_other, without=old)
+            gone = [WEIGHTS_NAME] if is_other else []
+            gone += [name for name in optional if not (partial / name).exists()]
+            replace_files(partial, directory, last=WEIGHTS_NAME, gone=gone)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
