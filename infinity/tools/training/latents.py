@@ -76,7 +76,7 @@ def collate(directory: Path, rows: Sequence[dict[str, Any]]) -> Tensors:
     numbers = {
         "row": [row["row"] for row in rows],
         "held_out": [bool(row.get("held_out")) for row in rows],
-        "num_tokens": [image.shape[-2] * image.shape[-1] // 4 for image in images],  # Patches.
+        "num_tokens": [_num_patches(image.shape) for image in images],
     }
     return {"moments": torch.cat(images), **batch} | {
         name: torch.tensor(values) for name, values in numbers.items()
@@ -85,13 +85,23 @@ def collate(directory: Path, rows: Sequence[dict[str, Any]]) -> Tensors:
 
 def measure_images(dataset: Any, directory: Path) -> tuple[int, int, str]:
     """Returns what `job_data.measure` does of other data: the number of patches, 0, and a digest of
-    all latents and embeddings."""
+    all latents and embeddings, whose files `load_images` has compared with theirs."""
+    from safetensors import safe_open
+
     digest, count = hashlib.sha256(), 0
     for row in dataset:
-        made = collate(directory, [row])
-        count += int(made["num_tokens"])
-        digest.update(_digest(made).encode())
+        digest.update(json.dumps(row["row"]).encode())
+        for name in ("image", "caption"):
+            with safe_open(directory / row[name], framework="pt") as file:
+                digest.update(file.metadata()["sha256"].encode())
+                if name == "image":
+                    count += _num_patches(file.get_slice("moments").get_shape())
     return count, 0, digest.hexdigest()
+
+
+def _num_patches(latents: Sequence[int]) -> int:
+    """Returns the tokens of the transformer for latents of this shape: (..., height, width)."""
+    return latents[-2] * latents[-1] // 4
 
 
 # -- Images and their captions ---------------------------------------------------------------------
