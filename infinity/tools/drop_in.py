@@ -155,13 +155,12 @@ class DropIn:
         if its is not None and not _is_offloaded_around(reference):
             reference.requires_grad_(False)
             with _written_values(reference):
-                infinity.offload(reference, self._config_for(its, None), weights=its)
+                infinity.offload(reference, self._config_for(its, reference), weights=its)
             reference._is_accelerate_prepared = True
         if _is_offloaded_around(trainer.model):  # By an earlier Trainer.
             prepare_trainer(trainer)
             return True
-        adapters = getattr(trainer.model, "peft_config", {})
-        config = self._config_for(directory, next(iter(adapters.values()), None))
+        config = self._config_for(directory, trainer.model)
         with _written_values(trainer.model):
             prepare_trainer(trainer, config, weights=directory)
         return True
@@ -180,10 +179,8 @@ class DropIn:
             )), None)  # fmt: skip
             if plain is None:
                 continue
-            adapters = getattr(model, "peft_config", {})
-            config = self._config_for(directory, next(iter(adapters.values()), None))
             with _written_values(model):
-                infinity.offload(model, config, weights=directory)
+                infinity.offload(model, self._config_for(directory, model), weights=directory)
             optimizer = optimizer_like(plain, dict(model.named_parameters()), names)
             made[id(model)], made[id(plain)] = prepare_accelerator(accelerator, model, optimizer)
             for scheduler in parts:
@@ -191,10 +188,11 @@ class DropIn:
                     scheduler.optimizer = optimizer
         return made
 
-    def _config_for(self, directory: Path, peft_config: Any) -> SwapConfig:
+    def _config_for(self, directory: Path, model: Any) -> SwapConfig:
         """Returns the configuration of the next model, whose swap directories are its own."""
         if self._config is None:
-            config = choose_config(directory, peft_config)
+            adapters = getattr(model, "peft_config", {})
+            config = choose_config(directory, next(iter(adapters.values()), None))
         else:
             config = SwapConfig.load(self._config)
         number = len(self.offloaded)

@@ -151,11 +151,11 @@ def needed_columns(columns: Sequence[str]) -> list[str]:
 def kind_of(dataset: Any, *, method: str, place: str) -> Kind:
     """Returns the kind of records by their columns. Raises ConfigError for other columns, and for
     a kind that `train.method` cannot learn."""
-    kind, remedy = kind_of_columns(dataset.column_names, place), ""
+    kind = kind_of_columns(dataset.column_names, place)
     if (kind == "preferences") != (method in ("dpo", "reward")):
-        remedy = 'set train.method = "dpo" or "reward"'
-        if kind != "preferences":
-            remedy = "expected chosen and rejected"
+        remedy = "expected chosen and rejected"
+        if kind == "preferences":
+            remedy = 'set train.method = "dpo" or "reward"'
         raise ConfigError(
             f'data.paths: {place} holds {kind}, which train.method = "{method}" does not learn; '
             f"{remedy}"
