@@ -376,6 +376,14 @@ def test_auto_targets_are_longer_where_an_excluded_layer_ends_alike() -> None:
     assert auto_targets(model) == ["mlp.down"]
 
 
+def test_auto_targets_of_numbered_layers_are_longer_where_a_block_has_their_number() -> None:
+    block = torch.nn.ModuleDict(
+        {"ffn": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())}
+    )
+    model = torch.nn.ModuleDict({"h": torch.nn.ModuleList([block])})
+    assert auto_targets(model) == ["ffn.0"]
+
+
 def test_a_directory_of_kimi_trains_without_its_own_code(tmp_path: Path, table) -> None:
     model = tiny_causal_lm("kimi-k2", vocab_size=256)
     model.generation_config.eos_token_id = None

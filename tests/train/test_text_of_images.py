@@ -157,8 +157,6 @@ def test_all_weights_train_but_those_beside_the_text_model(model_type: str, tmp_
     ("model_type", "keys", "said"),
     [
         ("clip", {}, "no class that generates text for 'clip'"),
-        ("ctrl", {"n_embd": 16, "dff": 16, "n_layer": 2, "n_head": 2, "vocab_size": 256},
-         "`transformers.pytorch_utils.Conv1D`, `torch.nn.MultiheadAttention.`"),
         ("falcon_mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 256},
          "Module 'out_proj' is incompatible with Mamba-based models"),
     ],
