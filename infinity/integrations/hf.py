@@ -119,7 +119,7 @@ def prepare_trainer(
     _refuse_strays(target.model)
     _stream_exports(target.model)
     for model in filter(None, (target.model, getattr(target, "ref_model", None))):
-        _name_parts(model)
+        name_parts(model)
     target.is_layer_major, target.most_together = choose_order(target, layer_major), window
     target.is_asked_for = layer_major is True
     cls = type(target)
@@ -242,7 +242,7 @@ def _end_autocast(accelerator: Any, name: str, model: nn.Module) -> None:
     _log.warning("%s: %s computes in bfloat16, without autocast", name, type(model).__name__)
 
 
-def _name_parts(model: Any) -> None:
+def name_parts(model: Any) -> None:
     """Gives a causal LM of transformers the names by which TRL's loss finds its backbone and the
     number of its experts, where the classes lack them (Llama 4's text model, PhiMoE, GraniteMoE
     with shared experts). No configuration that is saved has them."""

@@ -3,6 +3,7 @@ the same words: every model type of transformers that generates text."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -10,27 +11,38 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.functional import cross_entropy
+from trl.trainer.utils import add_fused_lm_head
 from typer.testing import CliRunner
 
 from infinity.config import JobConfig
 from infinity.config.source import read_file
 from infinity.errors import InfinityError
+from infinity.integrations.hf import name_parts
 from infinity.modules.reading.configuration import auto_class
 from infinity.tools.cli import app
 from infinity.tools.training import program
+from infinity.tools.training.model import OTHER_LOGITS
 from tests.support.every_type import model_types, tiny_config
 from tests.support.exhaustive import sampled
 
 # Blocks called "layer"; towers with layers of their own; parameters outside modules; buffers in
 # files; experts; a recurrent one; those that need images, or that PEFT does not adapt.
-OFTEN = ("bert", "idefics2", "llava_next", "minimax", "qwen3_moe", "rwkv", "idefics", "mamba")
+OFTEN = (
+    "bert",
+    "doge",
+    "idefics2",
+    "llava_next",
+    "minimax",
+    "qwen3_moe",
+    "rwkv",
+    "idefics",
+    "mamba",
+)
 # `train` fails later, inside TRL: the reason, which `new` does not know.
 LATER = {
     "deepseek_v4": "windows of 128 positions do not shrink by the rules of tiny_config",
-    "doge": "TRL takes router losses of a model whose layers are dense",
-    "flint": "TRL takes router losses of a model whose layers are dense",
-    "kosmos-2.5": "its outputs lack hidden states",
-    "rembert": "its head projects hidden states before it multiplies",
+    "flint": "TRL takes router losses, and the layers that tiny_config leaves are dense",
 }
 # Both refuse, each for the first of several reasons, or with an error of transformers.
 OTHER_WORDS = ("blt", "pi0")
@@ -109,3 +121,30 @@ def test_new_and_train_agree(model_type: str, options: tuple[str, ...], tmp_path
         assert said in refusal or model_type in OTHER_WORDS, (said, refusal)
     else:
         one_step(file)
+
+
+# TRL scales their logits by the factor of their text model, and transformers forgets to.
+SCALED = ("aya_vision", "cohere2_vision")
+
+
+@pytest.mark.parametrize("model_type", sampled(model_types(), ("bert", "qwen3_moe").__contains__))
+def test_a_model_that_is_not_refused_has_in_trl_the_loss_of_its_logits(
+    model_type: str, tmp_path: Path
+) -> None:
+    saved(model_type, tmp_path / "base")
+    config = tiny_config(model_type)
+    model = auto_class(config, "").from_config(config).float().eval()
+    name_parts(model)
+    add_fused_lm_head(model)
+    ids, is_equal = torch.randint(3, 50, (2, 24)), False
+    with torch.no_grad():
+        try:
+            model.get_output_embeddings().weight.mul_(40)  # So that caps show.
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        except Exception as error:
+            pytest.skip(f"no model of tokens alone: {error}")
+        with contextlib.suppress(RuntimeError, AttributeError):  # Shapes that no head has.
+            found = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
+            expected = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            is_equal = bool(torch.isclose(found, expected, rtol=1e-4))
+    assert (is_equal or model_type in SCALED) == (model_type not in OTHER_LOGITS)

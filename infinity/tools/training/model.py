@@ -44,6 +44,16 @@ _log = logging.getLogger("infinity")
 
 _C = TypeVar("_C", bound=SwapConfig)
 
+# TRL computes the loss from the last hidden states and the rows of the head. The logits of these
+# model types are others: dense layers before the head, a cap that TRL does not know, or rows of
+# the head that are left out.
+OTHER_LOGITS = frozenset({
+    "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "inkling_mm_model",
+    "inkling_text", "kosmos-2.5", "megatron-bert", "modernbert-decoder", "prophetnet",
+    "recurrent_gemma", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+    "xlm-roberta", "xlm-roberta-xl",
+})  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
@@ -143,7 +153,10 @@ def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig
         model = empty_denoiser(plan.hf_config, dtype, where)
     else:
         chosen, made = plan.model_class, plan.hf_config
+        _refuse_other_logits(made, config.train, where)
         model = empty_model(made, dtype, where, trusts_code=trusts_code, kind=chosen)
+        if getattr(made.get_text_config(), "is_moe", True) is False:  # TRL adds routers' losses.
+            model.config.get_text_config().router_aux_loss_coef = 0.0
     for tower in towers(model).values():
         tower.requires_grad_(False)
     if getattr(model, "loss_type", "") is None:
@@ -176,6 +189,7 @@ def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = Fal
     trusts_code = config.model is not None and config.model.trust_remote_code
     where, hf_config = str(path / "config.json"), config_of_directory(path, trusts_code=trusts_code)
     kind = _headed(hf_config, config.train, where, trusts_code=trusts_code)
+    _refuse_other_logits(hf_config, config.train, where)
     if has_images:
         model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code)
     else:
@@ -184,6 +198,16 @@ def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = Fal
         checkpoint_activations(model)
     if config.adapter is not None and config.adapter.resume is None:
         check_new_adapter(model, config.adapter)
+
+
+def _refuse_other_logits(hf_config: Any, train: Train | None, where: str) -> None:
+    is_other = hf_config.model_type in OTHER_LOGITS
+    if is_other and not (train is not None and train.has_head):
+        raise ConfigError(
+            f"{where}: TRL computes a loss from the head and the last hidden states, and the "
+            f"logits of {hf_config.model_type!r} are others, so it would learn from another loss; "
+            'expected another model, or train.method = "reward" or "classify"'
+        )
 
 
 def take_generation_config(model: Any, directory: Path) -> None:
