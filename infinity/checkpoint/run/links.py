@@ -104,7 +104,7 @@ def link_state(
     volume.sync()
     frozen = volume.freeze(label_of(target))
     try:
-        stored, paths = located(state, ranges)
+        stored, paths = _located(state, ranges)
         is_linked = _link(paths, partial)
     except BaseException:
         volume.thaw(frozen)  # The checkpoint has no name yet.
@@ -115,7 +115,7 @@ def link_state(
     return stored
 
 
-def located(state: StateAccess, ranges: Iterable[KindRange]) -> tuple[Stored, list[str]]:
+def _located(state: StateAccess, ranges: Iterable[KindRange]) -> tuple[Stored, list[str]]:
     """Returns the ranges of swap files that hold state now, with their checksums, and the files.
 
     All writes are done (`Volume.sync`).

@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import logging
 import os
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,11 +25,9 @@ from infinity.checkpoint.run.contents import Contents, contents_of, write_conten
 from infinity.checkpoint.run.copy import Orders, Saving, copy_checkpoint
 from infinity.checkpoint.run.directory import (
     checkpoint_name,
-    locked,
     make_in,
     partial_of,
     prune,
-    read_manifest,
     refuse_later,
     write_manifest,
     writing,
@@ -51,7 +48,6 @@ from infinity.checkpoint.run.links import (
     has_space,
     label_of,
     link_state,
-    located,
     thaw,
     thaw_removed,
 )
@@ -61,7 +57,7 @@ from infinity.distributed.sync import CollectiveSection
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
-from infinity.errors import ConfigError, InfinityError, RankError, UnsupportedError
+from infinity.errors import ConfigError, RankError, UnsupportedError
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.state.spare_generations import count_spares, is_elsewhere
 
@@ -133,11 +129,10 @@ def async_save(
     occupies a spare generation until the copy ends. `Saving.wait()` returns the path when the copy
     is durable, or raises the error of the copy; older checkpoints and the commit stay then.
 
-    Waits for the previous copy, and raises its error. The next call for that step copies the commit
-    again if it still holds the state of the run; otherwise the checkpoint is written directly, and
-    is complete when the call returns. In every other case, for example with several
-    ranks, the checkpoint is complete when the call returns. Raises as `save`, and ConfigError for
-    `keep` below 1.
+    Waits for the previous copy, and raises its error. The next call for that step writes the
+    checkpoint directly, and removes the commit. In that case, and in every other one, for example
+    with several ranks, the checkpoint is complete when the call returns. Raises as `save`, and
+    ConfigError for `keep` below 1.
     """
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is written")
@@ -151,22 +146,18 @@ def async_save(
         _check_ranks(engine)
         asked.local = repr((program.step, keep, linked)).encode()
     _refuse_different("save", asked)
-    place = copying or target
-    path = place / checkpoint_name(program.step)
-    left = path if copying and _is_left(last, path) else None  # Only its copy has failed.
-    is_same = left is not None and _holds_state(engine, model, program, left)
-    stale = None if is_same else left
-    leaving = own
-    if stale is not None:
-        # The commit of other state stays until this checkpoint is durable, without a commit.
-        leaving, copying, place, path = [*own, label_of(stale)], None, target, target / stale.name
-    if not is_same:
-        _write_checkpoint(
-            place, engine, model, program,
-            keep=1 if copying else keep, linked=linked, leaving=leaving,
-        )  # fmt: skip
-    if stale is not None:
-        _remove_all(engine, stale.parent)
+    place, leaving = copying or target, own
+    left = place / checkpoint_name(program.step)
+    is_left = last is not None and last.has_failed and last.source == left and os.path.lexists(left)
+    if is_left:
+        # The run may have other state now. The commit stays until this checkpoint is durable.
+        leaving, copying, place = [*own, label_of(left)], None, target
+    path = _write_checkpoint(
+        place, engine, model, program,
+        keep=1 if copying else keep, linked=linked, leaving=leaving,
+    )  # fmt: skip
+    if is_left:
+        _remove_all(engine, left.parent)
     if commits is not None and label_of(commits) != label_of(place):
         _remove_commits(engine, commits, own)  # The checkpoint supersedes them.
     return copy_behind(engine, path, target, keep=keep) if copying else Saving(path)
@@ -199,43 +190,6 @@ def _await_last(engine: Engine) -> Saving | None:
     if not last.is_told and not last.is_abandoned:
         last.wait()
     return last
-
-
-def _is_left(last: Saving | None, commit: Path) -> bool:
-    """Whether `commit` is there, and is that of a copy which has failed or was given up."""
-    if last is None or not last.has_failed:
-        return False
-    return last.source == commit and os.path.lexists(commit)
-
-
-def _holds_state(engine: Engine, model: nn.Module, program: _Program, commit: Path) -> bool:
-    """Whether a commit of this run, whose copy has failed, has the bytes that a new one would have.
-
-    The number of steps does not tell: weights may have been changed by hand since, or the step may
-    be one that the caller has named. So what is not linked is written once more, beside the commit,
-    and removed. Returns False for a commit that is damaged, or that this run has not made. For one
-    rank. Raises StorageError.
-    """
-    volume = engine.store.volume
-    if volume is None or label_of(commit) not in [frozen.label for frozen in volume.frozen]:
-        return False
-    with engine.at_rest("infinity.checkpoint") as state:
-        volume.sync()
-        try:
-            manifest = read_manifest(commit)
-        except InfinityError:
-            return False
-        partial = partial_of(commit)
-        with locked(commit.parent):
-            shutil.rmtree(partial, ignore_errors=True)
-            make_in(commit.parent, [partial.name])
-            try:
-                contents = contents_of(state, may_link=True)
-                stored = located(state, contents.linked)[0] if contents.linked else Stored()
-                files = write_contents(partial, state, model, program.content, contents, stored)
-                return tuple(files) == manifest.files
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | None:
