@@ -162,9 +162,7 @@ class ShardingPlan:
         if self.buffers is None:
             return None, None, None
         assert isinstance(device, StreamDevice) and groups is not None
-        collectives = Collectives(
-            store.transport, groups, device.torch_device, counters, device.begin_thread
-        )
+        collectives = Collectives(store.transport, groups, counters, device.begin_thread)
         resources.callback(collectives.close)
         exchange = DeviceExchange(
             device, collectives.gathers, collectives.sums, self.buffers, collectives.node_gathers

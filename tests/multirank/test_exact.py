@@ -168,9 +168,9 @@ def _goes_its_own_way(rank: int, exchange: str) -> tuple[dict[str, torch.Tensor]
     between steps while this one trains on; weights are read by one rank alone, and set by all."""
     import torch.distributed as dist
 
-    from infinity.distributed.collective import collectives
+    from infinity.distributed.collective import issuing
 
-    collectives.PATIENCE_S = 0.3
+    issuing.PATIENCE_S = 0.3
     case = Case(3, steps=4, exchange=exchange, simulated=True)
     width = MODELS[case.model].width
     model = offload_case(case, Path())

@@ -75,7 +75,7 @@ def _train_case(rank: int, case: Case) -> DroppingRun:
     names = ("ranks_control_messages", "ranks_stand_ins")
     before = dict.fromkeys(names, 0.0)
     for step in range(case.steps):
-        log = None if ranks._collectives is None else ranks._collectives._log
+        log = None if ranks._collectives is None else ranks._collectives._order.log
         keys = None if log is None else tuple(entry.key for entry in log.entries)
         run.losses += one_step(model, optimizer, rank, case, step)
         now = engine.counters.snapshot()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity.distributed.collective import collectives
+from infinity.distributed.collective import issuing
 from infinity.errors import InfinityError
 from tests.support.exhaustive import sampled
 
@@ -56,7 +56,7 @@ def _train(
     counted, is_agreed = [], []
     before = dict.fromkeys(NAMES, 0.0)
     for step, word in enumerate(PROGRAM):
-        collectives.PATIENCE_S = 0.3 if word in WAITING else 10.0
+        issuing.PATIENCE_S = 0.3 if word in WAITING else 10.0
         if ranks._collectives is not None:
             is_agreed.append(ranks._collectives.is_in_lockstep)
         if word == "evaluate" and odd:
@@ -162,7 +162,7 @@ def _closes_within_a_step(rank: int, exchange: str) -> tuple[float, str, float, 
         optimizer.step()
         optimizer.zero_grad()
     ranks: Any = engine.ranks
-    log = None if exchange == "one_sided" else ranks._collectives._log
+    log = None if exchange == "one_sided" else ranks._collectives._order.log
     assert exchange == "one_sided" or log is not None
     before, said = engine.counters.snapshot(), ""
     loss = loss_of(model, batch(7 + rank, model.width))

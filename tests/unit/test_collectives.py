@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from infinity.distributed.collective import collectives as collectives_module
+from infinity.distributed.collective import issuing
 from infinity.distributed.collective.collectives import Collectives
+from infinity.distributed.collective.issuing import Issuer, Proposal
 from infinity.distributed.collective.order import AgreedLog, LogEntry, Verb
 from infinity.distributed.collective.process_groups import DeviceGroups
 from infinity.errors import InfinityError, RankError
@@ -41,9 +41,7 @@ class Silent:
 
 def make(count: int) -> Collectives:
     transport: Any = Silent(count)
-    collectives = Collectives(
-        transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
-    )
+    collectives = Collectives(transport, DeviceGroups(None, None), Counters(), lambda: None)
     collectives.open()
     return collectives
 
@@ -59,11 +57,9 @@ def test_close_withdraws_proposals_that_no_other_rank_made() -> None:
 
 def test_close_gives_up_a_trial_that_no_abort_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL makes a communicator, and another rank is gone."""
-    monkeypatch.setattr(collectives_module, "_GIVE_UP_S", 0.5)
+    monkeypatch.setattr(issuing, "_GIVE_UP_S", 0.5)
     transport: Any = Silent(2)
-    collectives = Collectives(
-        transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
-    )
+    collectives = Collectives(transport, DeviceGroups(None, None), Counters(), lambda: None)
     is_tried, never = threading.Event(), threading.Event()
 
     def act() -> list[Any]:
@@ -109,9 +105,9 @@ def test_a_thread_that_cannot_begin_or_ask_ends_all_operations() -> None:
         transport: Any = Silent(1)
         groups = DeviceGroups(None, None)
         begin = fail if cause == "begin" else lambda: None
-        collectives = Collectives(transport, groups, torch.device("cpu"), Counters(), begin)
+        collectives = Collectives(transport, groups, Counters(), begin)
         if cause == "watch":
-            collectives._watch = fail  # type: ignore[method-assign]
+            collectives._issuer._watch = fail  # type: ignore[method-assign]
         with pytest.raises(InfinityError, match="rank 1 is gone"):
             collectives.open()
         assert groups.is_aborted
@@ -190,15 +186,34 @@ def test_ranks_that_propose_in_vain_pause_for_some_steps() -> None:
 @pytest.mark.parametrize("log_step", [4, 5])
 def test_an_operation_of_an_earlier_log_asks_no_rank_to_play_this_one(log_step: int) -> None:
     transport: Any = Silent(2)
-    collectives = Collectives(
-        transport, DeviceGroups(None, None), torch.device("cpu"), Counters(), lambda: None
-    )
-    collectives._log, collectives._log_step = AgreedLog([LogEntry((0, 1, 0))]), 5
-    slow: Any = SimpleNamespace(done=lambda: False)
-    collectives._under_way.append((log_step, slow))
-    collectives._waits_since_s = float("-inf")
-    collectives._watch()
+    collectives = Collectives(transport, DeviceGroups(None, None), Counters(), lambda: None)
+    collectives._order.log, collectives._order.log_step = AgreedLog([LogEntry((0, 1, 0))]), 5
+    assert collectives._hurry(log_step) == (log_step == 5)
     assert [content[0] for content in transport.told] == [Verb.PLAY] * (log_step == 5)
+
+
+def test_ranks_are_hurried_while_an_operation_of_the_log_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(issuing, "PATIENCE_S", 0.01)
+    is_over, is_hurried, hurried = threading.Event(), threading.Event(), list[int]()
+
+    def hurry(log_step: int) -> bool:
+        hurried.append(log_step)
+        is_hurried.set()
+        return True
+
+    transport: Any = Silent(2)
+    slow: Any = SimpleNamespace(done=is_over.is_set)
+    changed = threading.Condition()
+    issuer = Issuer(transport, DeviceGroups(None, None), changed, lambda: None, hurry)
+    with changed:
+        issuer.put(Proposal((0, 1, 0), lambda: slow), 5)
+    issuer.start()
+    assert is_hurried.wait(60)
+    is_over.set()
+    issuer.close()
+    assert set(hurried) == {5} and issuer.num_left == 0
 
 
 def done(step: int) -> bytes:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from infinity.distributed.collective import collectives
+from infinity.distributed.collective import issuing
 from infinity.distributed.collective.buckets import SUMMING
 from infinity.distributed.collective.collectives import Collectives
 from infinity.distributed.collective.order import Key
@@ -122,9 +122,7 @@ class Rank:
         self.groups = DeviceGroups(gathers.rank(rank), sums.rank(rank))
         FakeGroup.share_device([self.groups.gathers, self.groups.sums])
         self.counters = Counters()
-        self.collectives = Collectives(
-            self.transport, self.groups, torch.device("cpu"), self.counters, lambda: None
-        )
+        self.collectives = Collectives(self.transport, self.groups, self.counters, lambda: None)
         self.collectives.stand_in(GATHERING, self.gather_for_others)
         self.collectives.stand_in(SUMMING, self.sum_nothing, is_unanimous=True)
         self.now_s = 0.0
@@ -391,7 +389,7 @@ def test_ranks_go_on_without_a_paused_rank_which_has_lost_nothing_after_the_step
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its threads play the log for the others, who ask for it after a while."""
-    monkeypatch.setattr(collectives, "PATIENCE_S", 2.0)  # A loaded machine pauses ranks, too.
+    monkeypatch.setattr(issuing, "PATIENCE_S", 2.0)  # A loaded machine pauses ranks, too.
     are_ahead = threading.Event()
 
     def program(rank: Rank) -> None:

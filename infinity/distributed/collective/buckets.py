@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infinity.distributed.collective.collectives import Collectives, Proposal
+from infinity.distributed.collective.collectives import Collectives
 from infinity.distributed.collective.exchange import DeviceExchange, SumLayout
+from infinity.distributed.collective.issuing import Proposal
 from infinity.distributed.collective.order import Key
 from infinity.distributed.sums.partials import from_wire_code, wire_code
 from infinity.observe import Counters

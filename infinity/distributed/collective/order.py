@@ -41,6 +41,11 @@ Key = tuple[int, int, int]
 PATIENT_STEPS = 4
 # A rank reports no more lacking operations than this of one step.
 MOST_LACKING = 256
+# If what ranks proposed in a step makes no log, they propose nothing for some steps, twice as many
+# every time.
+_MOST_PAUSED = 64
+# Nothing is fetched ahead of the first pass, which leaves weights on the device for the second one.
+_FIRST_STEPS = 2
 _DIGEST_NBYTES = 8
 _HEAD = struct.Struct(f"<{_DIGEST_NBYTES}sI")  # Digest, bytes of what was missed.
 _LACKING = struct.Struct("<IIIQQ")  # Place, key, size.
@@ -280,6 +285,68 @@ def _bits(mask: int, count: int) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
     content = (mask & (1 << count) - 1).to_bytes((count + 7) // 8, "little")
     packed = numpy.frombuffer(content, numpy.uint8)
     return numpy.unpackbits(packed, count=count, bitorder="little")
+
+
+class StepOrder:
+    """How a rank begins the operations of this step and of the next: by which log, or whether at
+    all. The same on all ranks. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.step = 0  # The caller counts on, when this rank proposes nothing more in it.
+        self.log: AgreedLog | None = None
+        self.log_step = 0  # In which the log began.
+        self.unanimous: set[int] = set()  # Kinds that are of no use without every rank.
+        self._trace: list[LogEntry] = []  # What began in this step, without a log.
+        self._aside: AgreedLog | None = None  # The log of the next step, see `set_aside`.
+        self._is_aside = False
+        self._paused_steps = 0
+        self._pause = 1
+
+    @property
+    def is_on(self) -> bool:
+        """Whether operations are proposed in this step."""
+        return self._paused_steps == 0 and not self._is_aside
+
+    def note_begun(self, key: Key, size: int) -> int:
+        """Notes that an operation began without a log. Returns its index in what began."""
+        self._trace.append(LogEntry(key, size))
+        return len(self._trace) - 1
+
+    def report(self, proposals: Iterable[tuple[Key, int, int | None]]) -> Report:
+        """Returns what `report_of` makes of this step."""
+        missed = 0 if self.log is None else self.log.missed
+        return report_of(self._played(), missed, proposals, self.step)
+
+    def _played(self) -> Sequence[LogEntry]:
+        return self._trace if self.log is None else self.log.entries
+
+    def begin_step(self, reports: Sequence[bytes]) -> bool:
+        """Chooses the log of the step that begins, from the encoded reports of all ranks: what they
+        wanted in the last one. If they have proposed in vain, pauses proposals for some steps,
+        since proposals only cost time then. Returns False where the choice was set aside: the last
+        step is this one."""
+        if self._is_aside:
+            self.log, self._aside, self._is_aside = self._aside, None, False
+            return False
+        played, has_log = self._played(), self.log is not None
+        self.log, self._trace = None, []
+        if self._paused_steps:
+            self._paused_steps -= 1
+            return True
+        decoded = [Report.decode(content) for content in reports]
+        entries = next_log(played, decoded, self.unanimous)
+        if entries is None or self.step <= _FIRST_STEPS:
+            return True
+        if entries:
+            self._pause = 1
+            self.log, self.log_step = AgreedLog(entries), self.step
+        elif not has_log and any(report.lacking for report in decoded):
+            self._paused_steps, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSED)
+        return True
+
+    def set_aside(self) -> None:
+        """Keeps the choice of `begin_step` for its next call, and proposes nothing until then."""
+        self.log, self._aside, self._is_aside = None, self.log, True
 
 
 class Verb(IntEnum):
