@@ -42,6 +42,7 @@ OFTEN = (
 # `train` fails later, inside TRL: the reason, which `new` does not know.
 LATER = {
     "deepseek_v4": "windows of 128 positions do not shrink by the rules of tiny_config",
+    "qwen3_omni_moe_thinker": "its class asks for ids that its configuration has in files alone",
     "flint": "TRL takes router losses, and the layers that tiny_config leaves are dense",
 }
 # Both refuse, each for the first of several reasons, or with an error of transformers.

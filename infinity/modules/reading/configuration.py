@@ -302,6 +302,8 @@ def model_for_text(
                 options = {"labels": ids[:, 0]}
             elif model.get_output_embeddings() is None:
                 refusal = "it has no head"
+            elif getattr(model.config, "is_encoder_decoder", False):
+                refusal = "its encoder takes other text than its decoder"
             model(input_ids=ids, **options)
         except Exception as error:  # Of another kind: it needs values.
             is_asking = isinstance(error, (TypeError, ValueError))
