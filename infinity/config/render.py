@@ -25,19 +25,18 @@ _INTRODUCTION = f"""\
 <!-- Written by `infinity config schema --markdown`; a test keeps it true. Edit infinity/config. -->
 
 One file says where training state may live and, for `infinity train`, what to train. It is TOML by
-default; YAML (`.yaml`, `.yml`), JSON and a Python dict carry the same keys. `infinity config check
-FILE` reports every fault at once, `infinity config show FILE` prints every value and where it came
-from, and `infinity config schema` prints a JSON Schema for editors. `examples/swap.toml` and
-`examples/swap.yaml` are to be copied.
+default; YAML (`.yaml`, `.yml`), JSON and a Python dict carry the same keys. `infinity config`
+checks a file, prints every value with its origin, and writes a JSON Schema for editors.
+`examples/swap.toml` and `examples/swap.yaml` are to be copied.
 
-- **Sizes** carry a unit: `"512MiB"`, `"1.5GiB"` (powers of 1024) or `"500MB"` (powers of 1000). A
-  whole number without quotes is bytes. A bare `K`, `M`, `G` or `T` is refused.
+- **Sizes** carry a unit: `"1.5GiB"` (powers of 1024) or `"500MB"` (powers of 1000). A whole number
+  without quotes is bytes. A bare `K`, `M`, `G` or `T` is refused.
 - **Capacities** are a size, a share such as `"80%"`, or `"auto"`.
 - **Paths** may start with `~` and hold `$VARIABLES`. Relative ones start at the directory of the
   file, in a dict at the working directory.
-- **0 for off**: TOML has no null, so a limit that is off is written 0; YAML and JSON may say null.
-- **YAML** is read by the rules of YAML 1.2: `1e-5` is a number; `on`, `off`, `yes` and `no` are
-  words, which keys of true and false understand.
+- **0 for off**: TOML has no null; YAML and JSON may say null.
+- **YAML** is 1.2: `1e-5` is a number; `on`, `off`, `yes` and `no` are words, which keys of true and
+  false understand.
 
 This page describes schema {SCHEMA}. A key is followed by its default and by what it takes.
 """
@@ -172,5 +171,10 @@ def _row(key: str, info: FieldInfo) -> str:
         default = f"`{json.dumps(written)}`"
     # Of a size the introduction has the forms.
     phrase = re.sub(r' such as "[^"]*"', "", problems.expected(info.annotation, info.metadata))
-    phrase = "" if default in ("`true`", "`false`") else f"{phrase}. "
-    return f"* **`{key}`** ({default}): {phrase}{' '.join((info.description or '').split())}"
+    phrase = phrase.replace('a list: each "device", "host" or "nvme"', "tiers")
+    about = " ".join((info.description or "").split())
+    choices = re.findall(r'"[^"]*"', phrase)
+    is_said = choices and not re.sub(r'"[^"]*"|,| or ', "", phrase).strip()
+    if default in ("`true`", "`false`") or (is_said and all(each in about for each in choices)):
+        phrase = ""
+    return f"* **`{key}`** ({default}): {phrase}{'. ' if phrase else ''}{about}"

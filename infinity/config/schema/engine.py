@@ -38,54 +38,53 @@ class Io(Section):
     Linux 6.12 each pins the arena once more against the memlock limit."""
     flags: Annotated[RingFlagsName, choice(RingFlagsName)] = "auto"
     """For experts: the flags of the rings. "auto" takes the first of the others, in this order,
-    that the kernel grants. It is an error if the kernel refuses flags that the file names."""
+    that the kernel grants. Flags that the file names and the kernel refuses are an error."""
     threads: Annotated[int, integer(1, 1024)] = 4
     """Workers of the thread engine."""
     stripe: Annotated[int, size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = 4 * MIB
-    """Consecutive bytes on one path before the bytes continue on the next path."""
+    """Consecutive bytes on one path."""
     verify: Flag = True
-    """Keep a CRC32C of every written page and compare it when the page is read: a page that changed
-    on the drive ends training with an error that names its place. This costs 1 MiB of memory per
-    GiB on the drives, and processor time. Without it a changed page is used unnoticed."""
+    """Keep a CRC32C of every written page and compare it when the page is read; a difference ends
+    training with an error that names the place. This costs 1 MiB of memory per GiB on the drives,
+    and processor time."""
 
 
 class Schedule(Section):
-    """The order in which bytes move."""
+    """The order in which bytes move. Only `micro_batch`, `tile` and `experts` may change a
+    result."""
 
     prefetch: Flag = True
-    """Fetch parameters ahead of their use. Never changes a result."""
+    """Fetch parameters ahead of their use."""
     window: Annotated[Literal["auto"] | int, auto_or(size())] = "auto"
     """Host bytes that parameters fetched ahead may take."""
     updates: Annotated[UpdatesMode, choice(UpdatesMode)] = "auto"
     """When the work of `optimizer.step()` is done: "at_step" at once; "deferred" before the next
-    use of each unit; "both_passes" in part already in the backward, for which state on NVMe takes
-    its space once more; "auto" as "both_passes" if the weights still fit, too, else as "deferred".
-    Never changes a result."""
+    use of each unit; "both_passes" in part in the backward, for which state on NVMe takes its space
+    twice; "auto" as "both_passes" if the weights still fit, else as "deferred"."""
     update_on: Annotated[UpdateOn, choice(UpdateOn)] = "auto"
-    """Which processor computes the update: the "host", or the "device", to which state travels
-    unless it rests there. "auto" measures both in `infinity.offload` and takes the device if it is
-    clearly faster. Updates with 8-bit moments run on the host. Never changes a result."""
+    """The processor that computes the update: the "host", or the "device", to which state travels
+    unless it rests there. "auto" measures both and takes the device if it is clearly faster.
+    Moments of 8 bits are updated on the host."""
     micro_batch: Annotated[int, integer(1)] | None = None
     """Sequences of one micro-batch. All micro-batches of a batch of `[train]` pass one block before
-    the next one, so a block is fetched twice a step for any number of them, and its forward is
-    repeated in the backward. In stages 2 and 3 the host budget then reserves memory for sums of
-    gradients."""
+    the next one, so a block is fetched twice a step, and its forward is repeated in the backward.
+    In stages 2 and 3 the host budget then reserves memory for sums of gradients."""
     tile: Annotated[Literal["auto"] | int | None, auto_or(or_off(size(minimum=64 * KIB)))] = "auto"
     """Largest tile, in bytes. Linear layers and embeddings with a larger weight, and packed experts
-    that are larger together, run as tiles of at most this size (at least one expert), fetched one
-    after the other. "auto" makes tiles only if the model does not fit otherwise, or if a device
-    cannot decode the next layer's experts meanwhile; 0 makes none. Results agree to rounding."""
+    that are larger together, run as tiles (of at least one expert), fetched one after the other.
+    "auto" makes tiles only if the model does not fit otherwise, or if a device cannot decode the
+    next layer's experts meanwhile. Results agree to rounding."""
     tile_micro_batches: Annotated[int, integer(1)] = 4
     """Micro-batches of `infinity.forward_backward` that pass a block with tiles of linear layers
     together: one fetch of a tile serves them, and memory holds the block's activations for all of
-    them. Tiles of experts serve all micro-batches. Never changes a result."""
+    them."""
     experts: Annotated[ExpertProducts, choice(ExpertProducts)] = "auto"
     """How a tile of experts computes. "exact" runs the forward of the experts' class, one
     micro-batch after the other, with the bits of `experts_implementation="eager"`. "grouped" is one
     product for all experts of a tile, where possible for all micro-batches; its rows have the bits
-    of transformers' `grouped_mm`, and it agrees with the loop to rounding. "auto" is "grouped" on a
-    GPU for models that use `grouped_mm` (the default of transformers), else "exact". Experts that
-    `tile` does not cut run as their class does; "grouped" makes one tile of them."""
+    of transformers' `grouped_mm`. It makes one tile of experts that `tile` does not cut. "auto" is
+    "grouped" on a GPU for models that use `grouped_mm` (the default of transformers), else
+    "exact"."""
     update_chunk: Annotated[int, size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = 16 * MIB
     """Bytes of each kind of state in one chunk of the optimizer's update; four times as many if no
     state travels."""
@@ -101,17 +100,17 @@ class Distributed(Section):
     """ "node" divides the capacities of host and nvme evenly among the ranks of a node; "rank"
     gives each rank all of them. The capacity of the device is always per rank."""
     reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = "auto"
-    """Dtype of gradients on the way to the rank that sums them. "auto": their own dtype, and
-    float32 for sums of several. "bfloat16" rounds them before they are sent, which is approximate
-    and halves the bytes of float32 gradients. The sum is always computed in float32."""
+    """Dtype in which gradients are sent. "auto": their own dtype, and float32 for sums of several.
+    "bfloat16" rounds them, and halves the bytes of float32 gradients. The sum is always computed in
+    float32."""
     exchange: Annotated[RankExchange, choice(RankExchange)] = "auto"
-    """How weights (stage 3) and gradients (stages 2 and 3) move between ranks. "collective":
-    between the devices, by collective operations that ranks agree on. "one_sided": by request,
-    between the hosts. "auto": "collective" between CUDA devices. The bits are the same."""
+    """How weights (stage 3) and gradients (stages 2 and 3) move between ranks: "collective" between
+    the devices, "one_sided" by request between the hosts. "auto": "collective" between CUDA
+    devices. The bits are the same."""
     shard_over: Annotated[ShardOver, choice(ShardOver)] = "all"
-    """Which ranks divide frozen weights in stage 3: "all" ranks, or those of each "node". Every
-    node then reads all frozen weights, and none of them passes the network. Trained state is
-    divided over all ranks either way. Nodes must have equally many ranks. The bits are the same."""
+    """The ranks that divide frozen weights in stage 3: "all" ranks, or those of each "node", which
+    then reads all frozen weights and sends none over the network. Nodes must have equally many
+    ranks. The bits are the same."""
     timeout_s: Annotated[int, integer(1)] = 600
     """Seconds that a rank waits, until the model is offloaded, for a living rank that does not
     come. In training that wait has no limit. A rank that dies is named within seconds, a process
@@ -126,14 +125,13 @@ class Precision(Section):
     """Number formats. Master weights and accumulated gradients are always float32."""
 
     compute: Annotated[ComputeDtype, choice(ComputeDtype)] = "auto"
-    """Dtype of weights and of arithmetic in forward and backward. "auto" is the dtype in the
-    config.json of `model.path`, and float32 for a model in float16, which cannot be trained;
-    `infinity.offload` keeps the dtypes of its model. "bfloat16" narrows a float32 model as
-    transformers does; a model of mixed dtypes keeps them."""
+    """Dtype of weights and arithmetic. "auto" is the dtype in the config.json of `model.path`, and
+    float32 for a model in float16, which cannot be trained; `infinity.offload` keeps the dtypes of
+    its model. "bfloat16" narrows a float32 model as transformers does; a model of mixed dtypes
+    keeps them."""
     moments: Annotated[MomentFormat, choice(MomentFormat)] = "float32"
-    """Format of the optimizer's moments. "8bit" is approximate: blocks of 256 elements share a
-    scale, and a step reads and writes 6 bytes per parameter less. Chunks of the update are then
-    whole MiB."""
+    """Format of the optimizer's moments. "8bit" is approximate (docs/formats/moments_8bit.md) and
+    saves 6 bytes per parameter in each direction of a step."""
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:

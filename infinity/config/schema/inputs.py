@@ -181,8 +181,7 @@ class AdapterConfig(Section):
 
     PEFT makes it, initialises it and names its parts. It is saved in PEFT's format into
     output.directory, in place of a full checkpoint. Without this section all weights are trained.
-    A block of the base is fetched once per direction and step for all batches of the step
-    (`schedule.micro_batch` is train.batch_size unless set).
+    With it `schedule.micro_batch` is train.batch_size unless set.
     """
 
     method: Annotated[AdapterMethod, choice(AdapterMethod)] = "lora"
@@ -205,9 +204,8 @@ class AdapterConfig(Section):
     without routers and the head (docs/ADAPTERS.md). "all-linear" is every linear layer except the
     head."""
     experts: Flag = False
-    """Also adapt the routed experts, whose weights are packed in parameters of three dimensions, as
-    PEFT's `target_parameters`. A rank-16 adapter of every expert has many parameters: ask `infinity
-    plan` first."""
+    """Also adapt the routed experts (PEFT's `target_parameters`). An adapter of every expert has
+    many parameters: ask `infinity plan` first."""
     experts_full: (
         Annotated[
             tuple[_Expert, ...],
@@ -280,13 +278,7 @@ class AdapterConfig(Section):
 
 
 class Data(Section):
-    """The data that `infinity train` reads: text, or records.
-
-    Text is files in UTF-8; it is cut into sequences of equal length. Records are the rows of JSON
-    lines, JSON, Parquet, or a directory that `datasets.save_to_disk` wrote. Their columns say what
-    they are: `messages` (a conversation), `prompt` and `completion`, `chosen` and `rejected` with
-    `prompt` for "dpo", or `text`. Conversations are written by the model's own chat template.
-    Archives and other formats are refused by name."""
+    """The data that `infinity train` reads: text, or records (docs/TRAINING.md#data)."""
 
     paths: Annotated[_Sources, AfterValidator(_not_empty), MAY_CHANGE]
     """Files and directories: each a path, or a table with path and pattern."""
@@ -303,8 +295,8 @@ class Data(Section):
     sequence_length: Annotated[int, integer(2)] = 512
     """Tokens per sequence of text; longer records are cut to so many."""
     packing: Flag = False
-    """Put several records into one sequence of at most `sequence_length` tokens. Positions and
-    attention keep them apart, so their results are those of separate records."""
+    """Put several records into one sequence of at most `sequence_length` tokens, kept apart by
+    positions and attention."""
     assistant_only_loss: Flag = True
     """Learn what the assistant says and what completes a prompt. False learns the rest of a record,
     too."""

@@ -52,10 +52,9 @@ class DeviceTier(Section):
     kind: Annotated[DeviceKind, choice(DeviceKind)] = "auto"
     """Where the model computes. "auto" takes CUDA where there is one."""
     capacity: Budget = Capacity()
-    """Device memory for resident parameters, the fetch window and state placed on the device. A
-    share is of the device memory that is free when the model is offloaded; "auto" takes half of
-    that. On cpu the capacity bounds only the state placed on the device; "auto" means no bound
-    there."""
+    """Device memory for weights and for state placed there. A share is of the memory that is free
+    when the model is offloaded; "auto" takes half of that. On cpu the capacity bounds only the
+    state placed on the device; "auto" means no bound there."""
 
     def budget_nbytes(self, free_nbytes: int) -> int:
         """Returns the budget on a device with memory of its own, `free_nbytes` of it free."""
@@ -129,10 +128,9 @@ _NVME_DEFAULT: dict[str, Any] = {"x-default": '`["nvme"]` with an nvme tier, els
 class Placement(Section):
     """The tiers of each kind of training state.
 
-    Each key is one tier or a list of tiers, filled in that order: a kind that does not fit the
-    first tier continues in the next. With [adapter] and an nvme tier, `infinity train` and
-    `infinity plan` put every kind that the file does not name, activations too, on
-    `["host", "nvme"]`, because an adapter is small and its base is not.
+    Each key is one tier ("device", "host" or "nvme") or a list of tiers, filled in that order. With
+    [adapter] and an nvme tier, `infinity train` and `infinity plan` put every kind that the file
+    does not name, activations too, on `["host", "nvme"]`.
     """
 
     parameters: TierList = Field(("host",), json_schema_extra=_NVME_DEFAULT)
@@ -153,8 +151,8 @@ class Placement(Section):
     inputs are outside the host budget."""
     experts: TierList = ("device",)
     """Hidden states and sums of micro-batches that wait while a tile of experts runs for another
-    one (`schedule.tile`). Every tile moves them to the device and back, so use another tier only
-    for batches that the device cannot hold."""
+    one. Every tile moves them to the device and back, so use another tier only for batches that the
+    device cannot hold."""
 
     @property
     def reads_in_place(self) -> bool:

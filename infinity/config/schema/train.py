@@ -137,12 +137,10 @@ class Train(Section):
     """The main job: `infinity train`. A trainer of TRL makes the steps."""
 
     method: Annotated[Method, choice(Method)] = "sft"
-    """ "sft" learns texts, answers and completions; "dpo" learns to prefer `chosen` to `rejected`,
-    against the model before training; "reward" gives the model a head that scores `chosen` above
-    `rejected`; "classify" gives it one that tells the `label` of a `text`; "distill" learns the
-    teacher of [train.distill] on what the first learns; "grpo" and "rloo" learn from rewards for
-    what the model generates ([train.grpo]); "diffusion" learns images with captions
-    ([train.diffusion])."""
+    """ "sft" learns texts, answers and completions; "dpo" learns to prefer `chosen` to `rejected`;
+    "reward" trains a head that scores `chosen` above `rejected`; "classify" one that tells the
+    `label` of a `text`; "distill" learns the teacher of [train.distill]; "grpo" and "rloo" learn
+    from rewards ([train.grpo]); "diffusion" learns images with captions ([train.diffusion])."""
     labels: tuple[Annotated[str, some_text("the name of a label")], ...] = ()
     """The names that "classify" tells apart, in the order of their numbers. A record has either."""
     steps: Annotated[int | None, or_off(integer(1))] = None
@@ -167,16 +165,13 @@ class Train(Section):
     early_stopping_patience: Annotated[int, integer(0), MAY_CHANGE] = 0
     """End after so many evaluations in a row without a new lowest loss; 0 is never."""
     keep_best: Annotated[Flag, MAY_CHANGE] = False
-    """Write the weights of the evaluation with the lowest loss to `best` in output.directory, each
-    time there is a new one."""
+    """Write the weights of each new lowest evaluation loss to `best` in output.directory."""
     report_to: Annotated[
         tuple[_Tracker, ...],
         BeforeValidator(one_as_list, json_schema_input_type=tuple[_Tracker, ...] | _Tracker),
         MAY_CHANGE,
     ] = ()
-    """Trackers that get the loss, the learning rate, evaluations and the speed of each log line.
-    Each needs its package. trackio writes files, project "infinity"; W&B reads WANDB_MODE,
-    "offline" needs no account."""
+    """Trackers that get each log line and evaluation. Each needs its package."""
     run_name: Annotated[str | None, or_off(some_text("the name of the run")), MAY_CHANGE] = None
     """The name of the run in trackers. Default: that of the output directory."""
     dpo_beta: Annotated[float, number(above=0)] = 0.1
@@ -191,8 +186,8 @@ class Train(Section):
     """Recompute activations in the backward."""
     nonfinite: Annotated[Nonfinite, choice(Nonfinite), MAY_CHANGE] = "error"
     """What becomes of a step whose loss or norm is not finite: "error" ends the run with the
-    weights of the step before; "skip" leaves the weights as they are, says so and continues with
-    the next batches. More than 16 such steps in a row are an error."""
+    weights of the step before; "skip" leaves the weights as they are and continues. More than 16
+    such steps in a row are an error."""
     seed: Annotated[int, SEED] = 0
     """Seed of dropout and other randomness."""
     log_every: Annotated[int, integer(1), MAY_CHANGE] = 1
@@ -282,16 +277,15 @@ class Output(Section):
     directory: Location = Field("output", validate_default=True)
     """Directory of everything a run writes."""
     metrics: Annotated[str, file_name(_OWN_NAMES)] = "metrics.jsonl"
-    """One JSON object per step, inside the directory, under a name that no other file of the
-    directory has."""
+    """The file in `directory` that gets one JSON object per step."""
     max_shard_size: Annotated[int, size()] = 2 * GIB
     """Largest safetensors file of the export."""
     export: Flag = True
     """Write a Hugging Face checkpoint at the end."""
-    notify: str | None = None
-    """A command for the shell that gets one JSON object on its input: at the end, at a failure, and
-    when the held-out loss is on a plateau (five evaluations without a new lowest). `event` says
-    which, `text` is for people. A webhook: `"curl -sd @- https://..."`."""
+    notify: Annotated[str, some_text("a command for the shell")] | None = None
+    """It gets one JSON object on its input at the end, at a failure, and when the
+    held-out loss is on a plateau (five evaluations without a new lowest): `event` says which,
+    `text` is for people. A webhook: `"curl -sd @- https://..."`."""
 
     @property
     def metrics_path(self) -> Path:
@@ -311,15 +305,13 @@ class Checkpoint(Section):
     keep: Annotated[int, integer(1)] = 2
     """Newest checkpoints that are kept. One more fits the drive for a moment."""
     durability: Annotated[Durability, choice(Durability)] = "checkpoint"
-    """ "checkpoint" keeps `keep` spare generations of what training rewrites on NVMe: a checkpoint
-    on the same file system is then links to it instead of a copy. On another one it is copied while
-    training continues, which takes one spare generation. "step" also commits every step of
-    `infinity train`, for one more generation and a flush per step. "none" takes no spare space;
-    checkpoints are copies, and training waits."""
+    """ "checkpoint" keeps `keep` spare generations of what training rewrites on NVMe, so a
+    checkpoint on the same file system is links; one on another is copied while training continues.
+    "step" also commits every step, for one more generation and a flush per step. "none" takes no
+    spare space: checkpoints are copies, and training waits."""
     grace_s: Annotated[int, integer(0)] = 0
-    """Seconds that a background copy may still take after SIGTERM or Ctrl-C has stopped the steps.
-    Then the copy is cancelled, and `--resume` continues from the swap directory, which has the
-    step. 0 waits until it is done."""
+    """Seconds that a background copy may still take after SIGTERM or Ctrl-C. Then it is cancelled,
+    and `--resume` continues from the swap directory. 0 waits until it is done."""
     directory: Location | None = Field(
         None, json_schema_extra={"x-default": "`checkpoints` inside output.directory"}
     )
