@@ -175,6 +175,6 @@ def _row(key: str, info: FieldInfo) -> str:
     about = " ".join((info.description or "").split())
     choices = re.findall(r'"[^"]*"', phrase)
     is_said = choices and not re.sub(r'"[^"]*"|,| or ', "", phrase).strip()
-    if default in ("`true`", "`false`") or (is_said and all(each in about for each in choices)):
+    if default in ("`true`", "`false`") or (is_said and all(word in about for word in choices)):
         phrase = ""
     return f"* **`{key}`** ({default}): {phrase}{'. ' if phrase else ''}{about}"
