@@ -192,7 +192,7 @@ def test_a_copy_that_is_given_up_leaves_its_step_in_the_swap_directory(tmp_path,
         saving = save(each, far)
         each.steps(2, 3)
         # The copy stands before its first block until it has been told to end.
-        stop = saving._orders.stop
+        stop = saving.stop_order
         told = threading.Thread(target=lambda: (stop.wait(), drives[0].open_to_copies.set()))
         told.start()
         saving.abandon()

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from infinity.checkpoint.run import save as state_save
-from infinity.checkpoint.run.copy import Orders, copy_checkpoint
+from infinity.checkpoint.run.copy import Saving, copy_checkpoint
 from infinity.config import JobConfig, SwapConfig
 from infinity.config.source import override, read_file
 from infinity.errors import ConfigError, CorruptionError, StorageError
@@ -132,13 +132,13 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
             os.kill(os.getpid(), signal.SIGTERM)
         begin(run)
 
-    def slow(source: Path, directory: Path, storage: Any, *, orders: Orders) -> Path:
+    def slow(source: Path, directory: Path, storage: Any, *, saving: Saving) -> Path:
         asked.append(source)
         is_asked.set()
-        orders.stop.wait()
-        return copy_checkpoint(source, directory, storage, orders=orders)
+        saving.stop_order.wait()
+        return copy_checkpoint(source, directory, storage, saving=saving)
 
-    def full(source: Path, directory: Path, storage: Any, *, orders: Orders) -> Path:
+    def full(source: Path, directory: Path, storage: Any, *, saving: Saving) -> Path:
         raise StorageError(errno.ENOSPC, operation="write", path=str(directory))
 
     console = Console(file=io.StringIO())

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -54,14 +54,6 @@ _POLL_S = 0.01
 _log = logging.getLogger("infinity")
 
 
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """Control flags of a running copy: `stop` ends it, `hurry` ends its yielding to training."""
-
-    stop: threading.Event = field(default_factory=threading.Event)
-    hurry: threading.Event = field(default_factory=threading.Event)
-
-
 class Saving(Closing):
     """A checkpoint that is being written by a thread of its own. All methods are thread-safe.
 
@@ -73,12 +65,15 @@ class Saving(Closing):
         self,
         path: Path,
         source: Path | None = None,
-        copy: Callable[[Orders], None] | None = None,
+        copy: Callable[[Saving], None] | None = None,
     ) -> None:
         """Starts the thread that runs `copy`; None means that `path` is already complete."""
         self.path = path
         self.source = source
-        self._orders = Orders()
+        self.stop_order, self.hurry_order = (
+            threading.Event(),
+            threading.Event(),
+        )  # Orders to the copy.
         self._ended = threading.Event()
         self._failure: Exception | None = None
         self.is_told = False  # `wait` has raised the failure.
@@ -108,14 +103,14 @@ class Saving(Closing):
 
     def hurry(self) -> None:
         """Lets the copy run at full speed, without yielding to training."""
-        self._orders.hurry.set()
+        self.hurry_order.set()
 
     def abandon(self) -> None:
         """Stops a running copy after at most two blocks, and waits for its end.
 
         Older checkpoints stay, and so does the commit in the swap directory.
         """
-        self._orders.stop.set()
+        self.stop_order.set()
         self._ended.wait()
 
     @property
@@ -138,9 +133,9 @@ class Saving(Closing):
             self.abandon()
             raise
 
-    def _run(self, copy: Callable[[Orders], None]) -> None:
+    def _run(self, copy: Callable[[Saving], None]) -> None:
         try:
-            copy(self._orders)
+            copy(self)
         except Exception as error:
             self._failure = error
             _log.warning("%s is not there: %s", self.path, error)
@@ -153,20 +148,21 @@ class _AbandonedError(InfinityError):
 
 
 def copy_checkpoint(
-    source: Path, directory: Path, storage: StorageEngine, *, orders: Orders
+    source: Path, directory: Path, storage: StorageEngine, *, saving: Saving
 ) -> Path:
     """Copies the checkpoint `source` into `directory`; returns the new path when it is durable.
 
-    `source` must not change meanwhile. Raises CorruptionError for damaged bytes of `source`,
-    StorageError with operation and file, ConfigError if `directory` has a checkpoint of this or a
-    later step, InfinityError when stopped. The older checkpoints of `directory` stay intact.
+    `saving` tells when to hurry and when to stop. `source` must not change meanwhile. Raises
+    CorruptionError for damaged bytes of `source`, StorageError with operation and file, ConfigError
+    if `directory` has a checkpoint of this or a later step, InfinityError when stopped. The older
+    checkpoints of `directory` stay intact.
     """
     manifest = read_manifest(source)
     assert not manifest.ranks, source
     linked = read_linked(source, manifest).get("")
     with writing(directory, manifest.step) as target, ExitStack() as stack:
         check_space(target, manifest.nbytes + (linked.nbytes if linked is not None else 0))
-        copier = _Copier(source, target, storage, orders, stack)
+        copier = _Copier(source, target, storage, saving, stack)
         files = []
         for file in manifest.files:
             if file.name != TABLE_NAME:
@@ -235,13 +231,13 @@ class _Copier:
         source: Path,
         target: Path,
         storage: StorageEngine,
-        orders: Orders,
+        saving: Saving,
         stack: ExitStack,
     ) -> None:
         self._source = source
         self._target = target
         self._storage = storage
-        self._orders = orders
+        self._saving = saving
         self._stack = stack  # Closes the files.
         self._own: set[str] = set()  # Paths of the open files of this copy.
         self._pace = Pace(self._training_nbytes())
@@ -307,7 +303,7 @@ class _Copier:
                 check(memoryview(buffer)[: segment.nbytes], address)
                 write = Segment(to, offset_nbytes, address, segment.nbytes)
                 writes.append(self._storage.submit("write", [write], Priority.COPY))
-                while writes and not self._orders.hurry.is_set():
+                while writes and not self._saving.hurry_order.is_set():
                     writes.pop(0).wait()
                 self._pace.rest(start_s, time.monotonic())
             while writes:
@@ -317,8 +313,8 @@ class _Copier:
         self._storage.sync(to)
 
     def _await_turn(self, nbytes: int) -> None:
-        while not self._orders.stop.is_set():
-            if self._orders.hurry.is_set():
+        while not self._saving.stop_order.is_set():
+            if self._saving.hurry_order.is_set():
                 return
             if self._pace.allows(nbytes, self._training_nbytes(), time.monotonic()):
                 return

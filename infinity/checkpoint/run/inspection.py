@@ -17,7 +17,7 @@ from infinity.checkpoint.run.directory import (
     step_of,
 )
 from infinity.checkpoint.run.format import COPIES_NAME, LinkedState, Manifest, joined_parts
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError, InfinityError, UnsupportedError
 
 _ATTEMPTS = 5
 
@@ -139,6 +139,8 @@ def _fault_of_contents(path: Path, manifest: Manifest) -> list[str]:
         checkpoint = OpenCheckpoint(path)
         for rank in range(len(manifest.places)):
             program_of(checkpoint, rank)
+    except UnsupportedError:  # No damage: a dtype that this torch lacks.
+        return []
     except InfinityError as error:
         return [str(error)]
     return []

@@ -41,7 +41,6 @@ from infinity.checkpoint.run.directory import (
 from infinity.checkpoint.run.format import (
     PROGRAM_NAME,
     FileEntry,
-    LinkedTensor,
     Manifest,
     Part,
     StoredRange,
@@ -61,71 +60,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor in a safetensors file, with the manifest's range and SHA-256 of the tensor."""
+class SavedTensor:
+    """A tensor of a checkpoint, in one of two places. `extent`: a safetensors file, with the
+    manifest's range and SHA-256. `parts`: pages that have a CRC32C each, linked to the swap files
+    or copied, in one part or in consecutive parts of several ranks.
 
-    path: Path
+    `stride` is the order in which the elements are stored, `kind` names the state kind, and `group`
+    is equal for all tensors of one unit.
+    """
+
     info: TensorInfo
-    extent: StoredRange
-
-    @property
-    def group(self) -> str:
-        """A text that is equal for all tensors of one unit."""
-        return str(self.path)
-
-    @property
-    def kind(self) -> str:
-        """The name of the state kind."""
-        return self.extent.kind
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """The order in which the elements are stored."""
-        return row_major_stride(self.info.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class PagedTensor:
-    """A tensor in pages that have a CRC32C each, linked to the swap files or copied: in one part,
-    or in consecutive parts of several ranks."""
-
-    parts: tuple[Part, ...]
-
-    @property
-    def facts(self) -> LinkedTensor:
-        """Name, dtype, shape and stride of the full tensor."""
-        return self.parts[0][2]
-
-    @property
-    def group(self) -> str:
-        """The name of the unit."""
-        return self.parts[0][1].unit
-
-    @property
-    def kind(self) -> str:
-        """The name of the state kind."""
-        return self.parts[0][1].kind
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """The order in which the elements are stored."""
-        return self.facts.stride
-
-    @property
-    def info(self) -> TensorInfo:
-        """Name, dtype and shape. Raises UnsupportedError for a dtype that torch does not have."""
-        facts = self.facts
-        try:
-            dtype = dtype_of(facts.dtype)
-        except KeyError:
-            raise UnsupportedError(
-                f"{facts.name!r} of the checkpoint has dtype {facts.dtype}, which is not known "
-                "here: upgrade infinity-offload"
-            ) from None
-        return TensorInfo(name=facts.name, dtype=dtype, shape=facts.shape)
-
-
-SavedTensor = FileTensor | PagedTensor
+    stride: tuple[int, ...]
+    kind: str
+    group: str
+    extent: tuple[Path, StoredRange] | None = None
+    parts: tuple[Part, ...] = ()
 
 
 class StoredReader(Closing):
@@ -171,28 +120,30 @@ class StoredReader(Closing):
         Raises CorruptionError with file and range for bytes that their checksum does not match,
         StorageError for a file that cannot be read, UnsupportedError for an unknown dtype.
         """
-        if isinstance(tensor, PagedTensor):
+        if tensor.extent is None:
             self._read_pages(tensor, start, target)
             return
-        self._open(tensor.path).read_into(tensor.info.name, start, target)
+        path, extent = tensor.extent
+        self._open(path).read_into(tensor.info.name, start, target)
         if not self._is_checked:
-            self._compare(tensor, start, target)
+            self._compare(path, extent, tensor.info, start, target)
 
-    def _compare(self, tensor: FileTensor, start: int, values: torch.Tensor) -> None:
-        key = tensor.path, tensor.info.name
+    def _compare(
+        self, path: Path, extent: StoredRange, info: TensorInfo, start: int, values: torch.Tensor
+    ) -> None:
+        key = path, info.name
         done, sha256 = (0, hashlib.sha256()) if start == 0 else self._digests.get(key, (-1, None))
         if sha256 is None or start != done:
             return
         sha256.update(tensor_bytes(values))
         self._digests[key] = done + values.numel(), sha256
-        if done + values.numel() < math.prod(tensor.info.shape):
+        if done + values.numel() < math.prod(info.shape):
             return
         del self._digests[key]
-        if sha256.hexdigest() != tensor.extent.sha256:
-            detail = self._detail("its SHA-256 is not the manifest's")
-            raise damaged(tensor.path, tensor.extent, detail)
+        if sha256.hexdigest() != extent.sha256:
+            raise damaged(path, extent, self._detail("its SHA-256 is not the manifest's"))
 
-    def _read_pages(self, tensor: PagedTensor, start: int, target: torch.Tensor) -> None:
+    def _read_pages(self, tensor: SavedTensor, start: int, target: torch.Tensor) -> None:
         view, size = tensor_bytes(target), target.dtype.itemsize
         try:
             for (state, entry, part), low, high in overlaps(
@@ -205,7 +156,7 @@ class StoredReader(Closing):
         except CorruptionError as error:
             if not self._consequence:
                 raise
-            detail = self._detail(f"{tensor.facts.name!r} is damaged: {error.detail}")
+            detail = self._detail(f"{tensor.info.name!r} is damaged: {error.detail}")
             damaged = error.path, detail, error.offset_nbytes, error.nbytes
             raise corrupt(*damaged, code=error.errno or 0) from None
 
@@ -307,8 +258,9 @@ _MOMENT_ENDS = tuple(f".{state_kind.value}" for state_kind in MOMENT_KINDS)
 class OpenCheckpoint:
     """The manifest of one checkpoint and the place of every tensor in it. Holds no tensor.
 
-    Raises as `read_manifest` and `read_linked`, and CorruptionError for a header, or a reference to
-    the files of a base, that does not have the SHA-256 of the manifest.
+    Raises as `read_manifest` and `read_linked`, CorruptionError for a header, or a reference to the
+    files of a base, that does not have the SHA-256 of the manifest, and UnsupportedError for a
+    dtype that torch does not have.
     """
 
     def __init__(self, path: Path) -> None:
@@ -316,14 +268,13 @@ class OpenCheckpoint:
         self.manifest: Manifest = read_manifest(path)
         check_reference_files(path, self.manifest)
         self._files = {file.name: file for file in self.manifest.files}
-        self._in_files: dict[str, FileTensor] = {}
+        self.tensors: dict[str, SavedTensor] = {}
         for file in self.manifest.files:
             if file.name.endswith(".safetensors") and PurePath(file.name).name != BUFFERS_NAME:
-                self._in_files |= _tensors_of_file(path, file)
+                self.tensors |= _tensors_of_file(path, file)
         self.linked_states = read_linked(path, self.manifest)
-        linked = joined_parts(self.linked_states.values(), path)
-        in_pages = {name: PagedTensor(parts) for name, parts in linked.items()}
-        self.tensors: Mapping[str, SavedTensor] = {**self._in_files, **in_pages}
+        for name, parts in joined_parts(self.linked_states.values(), path).items():
+            self.tensors[name] = _in_pages(parts)
         self._recut: dict[str, Recut] = {}  # Tensors of the model that are cut into other tiles.
 
     def place_of(self, rank: int) -> str:
@@ -348,7 +299,7 @@ class OpenCheckpoint:
             raise corrupt(str(path), "its SHA-256 is not the manifest's", nbytes=len(content))
         return content, path
 
-    def buffers(self, rank: int) -> dict[str, FileTensor]:
+    def buffers(self, rank: int) -> dict[str, SavedTensor]:
         """Returns the buffers that this rank saved, by name; none if there is no file of them.
 
         Raises CorruptionError for a damaged header, StorageError.
@@ -409,8 +360,9 @@ class OpenCheckpoint:
         CorruptionError.
         """
         if count > 1:
-            for tensor in list(self._in_files.values())[rank::count]:
-                check_extent(tensor.path, tensor.extent)
+            extents = [tensor.extent for tensor in self.tensors.values() if tensor.extent]
+            for path, extent in extents[rank::count]:
+                check_extent(path, extent)
 
     def _check_tensors(
         self, expected: Mapping[str, TensorInfo], infos: Mapping[str, TensorInfo]
@@ -435,7 +387,7 @@ class OpenCheckpoint:
         others = []
         for tensor in tensors:
             stored, facts = self.tensors.get(tensor.name), tensor.facts
-            if isinstance(stored, PagedTensor) and not tensor.is_scales and 0 not in facts.shape:
+            if stored and stored.parts and not tensor.is_scales and 0 not in facts.shape:
                 pairs = zip(facts.shape, stored.stride, facts.stride, strict=True)
                 if all(length == 1 or one == other for length, one, other in pairs):
                     continue
@@ -513,7 +465,20 @@ def _gradient_infos(state: StateAccess) -> dict[str, TensorInfo]:
     }
 
 
-def _tensors_of_file(path: Path, file: FileEntry) -> dict[str, FileTensor]:
+def _in_pages(parts: tuple[Part, ...]) -> SavedTensor:
+    """Returns the tensor that these are all parts of. Raises UnsupportedError."""
+    _, entry, facts = parts[0]
+    try:
+        info = TensorInfo(name=facts.name, dtype=dtype_of(facts.dtype), shape=facts.shape)
+    except KeyError:
+        raise UnsupportedError(
+            f"{facts.name!r} of the checkpoint has dtype {facts.dtype}, which is not known here: "
+            "upgrade infinity-offload"
+        ) from None
+    return SavedTensor(info, facts.stride, entry.kind, entry.unit, parts=parts)
+
+
+def _tensors_of_file(path: Path, file: FileEntry) -> dict[str, SavedTensor]:
     """Returns the tensors of one file, by name, after its header was compared with the manifest.
 
     Raises CorruptionError for a damaged header and for one that contradicts the manifest.
@@ -526,9 +491,12 @@ def _tensors_of_file(path: Path, file: FileEntry) -> dict[str, FileTensor]:
         (n, e.offset_nbytes, e.nbytes) for n, e in extents.items()
     }:
         raise corrupt(str(path / file.name), "its header and the manifest name different tensors")
-    return {
-        name: FileTensor(path / file.name, infos[name], extent) for name, extent in extents.items()
-    }
+    found = {}
+    for name, extent in extents.items():
+        info, place = infos[name], (path / file.name, extent)
+        stride = row_major_stride(info.shape)
+        found[name] = SavedTensor(info, stride, extent.kind, file.name, place)
+    return found
 
 
 def _compare_names(expected: set[str], found: set[str], path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from infinity import __version__
 from infinity.checkpoint.durable import check_space, sync_directory
 from infinity.checkpoint.run.contents import Contents, contents_of, write_contents
-from infinity.checkpoint.run.copy import Orders, Saving, copy_checkpoint
+from infinity.checkpoint.run.copy import Saving, copy_checkpoint
 from infinity.checkpoint.run.directory import (
     checkpoint_name,
     make_in,
@@ -171,8 +171,8 @@ def copy_behind(engine: Engine, commit: Path, directory: Path, *, keep: int | No
     volume = engine.store.volume
     assert volume is not None and engine.background is None and engine.num_ranks == 1
 
-    def copy(orders: Orders) -> None:
-        copy_checkpoint(commit, directory, volume.engine, orders=orders)
+    def copy(saving: Saving) -> None:
+        copy_checkpoint(commit, directory, volume.engine, saving=saving)
         if keep is not None:
             _remove(engine, directory, keep=keep)
         _remove_all(engine, commit.parent)
