@@ -33,7 +33,7 @@ def write_file(path: Path, content: bytes) -> None:
 def replace_file(path: Path, content: str) -> None:
     """Gives a file this content. An earlier one keeps its own until all of it is synced. Raises
     OSError."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     try:
         partial.write_text(content, encoding="utf-8")
         sync_file(partial)
@@ -166,23 +166,35 @@ def _sync(path: Path, flags: int) -> None:
             os.close(fd)
 
 
+def partial_of(target: Path) -> Path:
+    """Returns the path of `target` while it is written or removed."""
+    return target.with_name(f".{target.name}.partial")
+
+
 @contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
+def new_directory(target: Path, mode: int = 0o777) -> Iterator[Path]:
     """Gives a hidden directory beside `target`, which gets that name durably when the block
     succeeds; the block syncs its files. An empty directory of the name is replaced. An error leaves
-    nothing behind. Raises StorageError, OSError."""
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    nothing behind. Raises StorageError."""
+    partial = partial_of(target)
+    if partial.exists():  # A crash has left it.
+        shutil.rmtree(partial, ignore_errors=True)
+    with reporting("create", partial):
+        partial.mkdir(mode)
+    may_be_named = False
     try:
-        partial.mkdir()
         yield partial
         sync_directory(partial)
-        if target.exists():
-            target.rmdir()
-        os.rename(partial, target)
+        may_be_named = True
+        with reporting("rename", target):
+            os.rename(partial, target)
         sync_directory(target.parent)
-    finally:
+    except BaseException:
+        if may_be_named and not partial.exists():  # The rename may not be durable.
+            with contextlib.suppress(OSError):
+                os.rename(target, partial)
         shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def replace_files(partial: Path, directory: Path, *, last: str, gone: Collection[str] = ()) -> None:

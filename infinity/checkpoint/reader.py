@@ -224,11 +224,6 @@ class CheckpointSource(Closing):
         """Reads the model's buffers, by name."""
         return {name: self._reader.read_full(tensor) for name, tensor in self._buffers.items()}
 
-    def raw_tensors(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-        """Yields ((parameter, "weight" or ending of the name), values) of every stored tensor."""
-        for key, tensor in self._stored.items():
-            yield key, self._reader.read_full(tensor)
-
     def tensor(self, info: StateInfo) -> torch.Tensor:
         """Returns a fresh tensor on the host. Raises CorruptionError, StorageError."""
         values = torch.empty(math.prod(info.shape), dtype=info.dtype)

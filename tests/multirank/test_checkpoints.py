@@ -19,6 +19,7 @@ import infinity
 from infinity.checkpoint.reader import CheckpointSource
 from infinity.checkpoint.run import save as state_save
 from infinity.checkpoint.run.directory import step_of
+from infinity.checkpoint.run.opened import OpenCheckpoint, StoredReader
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.storage.page_reader import PageReader
@@ -70,8 +71,13 @@ class Run:
 
 def content(path: Path) -> dict[tuple[str, str], Tensor]:
     """Every weight, master and moment in a checkpoint, in full, and each as it is stored."""
-    with CheckpointSource(path) as source:
-        found = dict(source.raw_tensors())
+    with CheckpointSource(path) as source, StoredReader() as reader:
+        tensors = OpenCheckpoint(source.path).tensors
+        found = {}
+        for name, tensor in tensors.items():
+            parameter, _, kind = name.rpartition(".")
+            key = (name, "weight") if tensor.kind == "parameters" else (parameter, kind)
+            found[key] = reader.read_full(tensor)
         masters = [info for info in source.infos if info.kind == "master"]
         return found | {(info.name, info.kind): source.tensor(info) for info in masters}
 

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from typing_extensions import override
 
 from infinity.checkpoint.dcp import in_one_process
 from infinity.checkpoint.huggingface.import_weights import refuse_codes
@@ -104,18 +103,6 @@ def _flat(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return value.reshape(-1) if is_row_major(spec) else in_memory_order(value, spec)
 
 
-class _Reader(FileSystemReader):
-    """Returns metadata that was read once, so that a tensor does not read it again."""
-
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata = metadata
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-
 class _Directory:
     """Finds tensors in the metadata and reads them by key. Holds no tensor."""
 
@@ -150,7 +137,8 @@ class _Directory:
 
     def _load(self, key: str, value: Any) -> Any:
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        reader = _Reader(self.path, self._metadata)
+        reader = FileSystemReader(self.path)
+        reader.read_metadata = lambda *_, **__: self._metadata  # type: ignore[method-assign]
         try:
             with in_one_process():
                 dcp.load({key: value}, storage_reader=reader, planner=planner, no_dist=True)

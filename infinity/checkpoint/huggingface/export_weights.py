@@ -25,7 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.durable import check_space, make_directory, replace_files, sync_directory
+from infinity.checkpoint.durable import (
+    check_space,
+    make_directory,
+    replace_files,
+    sync_directory,
+    sync_file,
+)
 from infinity.checkpoint.huggingface.names import TensorGroup, export_groups, planned_targets
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
@@ -361,11 +367,8 @@ def _write_index(path: Path, plan: ExportPlan) -> None:
         "metadata": {"total_parameters": plan.num_parameters, "total_size": plan.nbytes},
         "weight_map": dict(sorted(plan.shard_of.items())),
     }
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    sync_file(path)
 
 
 def _commit(

@@ -37,7 +37,7 @@ from infinity.bounded import (
     table_of,
     text_of,
 )
-from infinity.checkpoint.durable import TRANSFER_NBYTES, reserve_space
+from infinity.checkpoint.durable import TRANSFER_NBYTES, partial_of, reserve_space
 from infinity.codecs.plain import STORED_DTYPES
 from infinity.errors import UnsupportedError, corrupt, reporting
 from infinity.sizes import MIB
@@ -218,7 +218,7 @@ class SafetensorsWriter(Closing):
     ) -> None:
         """Creates the partial file and allocates its space. The umask applies to `mode`."""
         self.path = Path(path)
-        self.partial_path = self.path.with_name(f".{self.path.name}.partial")
+        self.partial_path = partial_of(self.path)
         self.header, self._tensors, self.file_nbytes = _plan_header(tensors, metadata)
         # The number of missing elements. An empty tensor is in the table until it is written.
         self._left = {info.name: math.prod(info.shape) for info in tensors}

@@ -26,6 +26,8 @@ from infinity.checkpoint.durable import (
     PRIVATE_DIRECTORY,
     TRANSFER_NBYTES,
     make_durably,
+    new_directory,
+    partial_of,
     sync_directory,
     write_file,
 )
@@ -203,23 +205,9 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
     with locked(directory):
         refuse_later(directory, step)
         _sweep(directory)
-        target = directory / checkpoint_name(step)
-        partial = partial_of(target)
-        with reporting("create", partial):
-            partial.mkdir(PRIVATE_DIRECTORY)
-        try:
+        # INV-14, INV-17: the rename at the end of the block commits, when all files are durable.
+        with new_directory(directory / checkpoint_name(step), PRIVATE_DIRECTORY) as partial:
             yield partial
-            sync_directory(partial)
-            # INV-14, INV-17: all files are durable; the rename commits.
-            with reporting("rename", target):
-                os.rename(partial, target)
-            sync_directory(directory)
-        except BaseException:
-            if not partial.exists():  # Renamed, but the rename may not be durable.
-                with contextlib.suppress(OSError):
-                    os.rename(target, partial)
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
 
 
 def sweep(directory: Path) -> None:
@@ -264,11 +252,6 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     content = manifest_to_bytes(manifest)
     for name, text in ((MANIFEST_NAME, content), (DIGEST_NAME, digest_line(content))):
         write_file(path / name, text)
-
-
-def partial_of(target: Path) -> Path:
-    """Returns the path of the checkpoint `target` while it is written or removed."""
-    return target.with_name(f".{target.name}.partial")
 
 
 def make_in(directory: Path, names: Iterable[str]) -> None:

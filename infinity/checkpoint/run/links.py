@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from infinity.checkpoint.durable import sync_directory
+from infinity.checkpoint.durable import partial_of, sync_directory
 from infinity.checkpoint.run.contents import (
     STREAMED,
     KeptTensors,
@@ -32,7 +32,6 @@ from infinity.checkpoint.run.contents import (
 from infinity.checkpoint.run.directory import (
     find_checkpoint,
     list_checkpoints,
-    partial_of,
     prune,
     read_linked,
     read_manifest,

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from infinity import __version__
-from infinity.checkpoint.durable import check_space, sync_directory
+from infinity.checkpoint.durable import check_space, partial_of, sync_directory
 from infinity.checkpoint.run.contents import Contents, contents_of, write_contents
 from infinity.checkpoint.run.copy import Saving, copy_checkpoint
 from infinity.checkpoint.run.directory import (
     checkpoint_name,
     make_in,
-    partial_of,
     prune,
     refuse_later,
     write_manifest,
