@@ -91,9 +91,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = False
         self.grad_norm: torch.Tensor | None = None
         # Gradients of this step that are clipped, by their numbers; the norm of all gradients that
-        # have these stamps.
+        # have these stamps, which no later step uses: its gradients may be those that were clipped.
         self._clipped: dict[TensorSpec, int] = {}
-        self._measured: tuple[dict[TensorSpec, tuple[int, int]], Measured] | None = None
+        self._measured: tuple[dict[TensorSpec, tuple[int, int]] | None, Measured] | None = None
         super().__init__(self._trainable(params), defaults)
         self.state = OptimizerState(self)  # type: ignore[assignment]
 
@@ -230,8 +230,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self.engine.step(settings)
                 self._steps.update(steps)  # A refused step is not counted.
                 self._note_step(settings)
-        self._clipped.clear()
+        self._end_clipping()
         return loss
+
+    def _end_clipping(self) -> None:
+        """The next step clips anew, whatever it finds of these gradients."""
+        self._clipped.clear()
+        if self._measured is not None:
+            self._measured = (None, self._measured[1])
 
     def _note_step(self, settings: Mapping[TensorSpec, Settings]) -> None:
         """Records a step with these settings."""
@@ -261,7 +267,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.grad_norm = found.norm
         if self.skip_if_nonfinite and not torch.isfinite(found.norm):
             self.step_was_skipped = True
-            self._clipped.clear()
+            self._end_clipping()
             return
         if self.error_if_nonfinite:
             found.check(self.next_step)
@@ -419,7 +425,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         steps = {names[key]: step for key, step in self._steps.items()}
-        return {"name": self.name, "groups": groups, "steps": steps}
+        state = {"name": self.name, "groups": groups, "steps": steps}
+        if self._clipped:  # Gradients are saved, too.
+            stamps, params = self._stamps(), self._params.values()
+            numbers = {param.name: stamps.get(param.spec, (None,))[0] for param in params}
+            clipped = [p.name for p in params if self._clipped.get(p.spec, -1) == numbers[p.name]]
+            state["clipped"] = clipped
+        return state
 
     def check_named_state(self, state: dict[str, Any]) -> None:
         """Raises ConfigError if `state` belongs to another rule or to other groups."""
@@ -439,8 +451,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
 
     def restore_named_state(self, state: dict[str, Any]) -> None:
-        """Loads the result of `named_state`; the moments on the tiers must be of the same step. All
-        tiles of a parameter have one step count, so the tiles may have changed since."""
+        """Loads the result of `named_state`; moments and gradients on the tiers must be of the same
+        step. All tiles of a parameter have one step count, so the tiles may have changed since."""
         self.check_named_state(state)
         self._take_settings(state["groups"])
         steps = state["steps"]
@@ -450,7 +462,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             tiled_names = {name: name_of_tiled(name) for name in names}
             steps = {n: step_of[tiled] for n, tiled in tiled_names.items() if tiled in step_of}
         self._steps = {names[name]: step for name, step in steps.items()}
-        self.grad_norm = None
+        self.grad_norm = self._measured = None
+        clipped, stamps = {name_of_tiled(name) for name in state.get("clipped", ())}, self._stamps()
+        params = (p for p in self._params.values() if name_of_tiled(p.name) in clipped)
+        self._clipped = {p.spec: stamps[p.spec][0] for p in params if p.spec in stamps}
 
     def _take_settings(self, groups: list[dict[str, Any]]) -> None:
         for group, saved in zip(self.param_groups, groups, strict=True):

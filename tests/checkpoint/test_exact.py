@@ -203,6 +203,24 @@ def test_optimizer_state_goes_on_in_plain_pytorch(tmp_path, kind):
     )
 
 
+def test_gradients_that_a_call_has_clipped_are_not_clipped_again_after_a_load(tmp_path):
+    found = []
+    for is_resumed in (False, True):
+        with run("fp32", tmp_path / "swap") as each:
+            each.steps(0, 2)
+            each.optimizer.max_grad_norm = 1e-3
+            if is_resumed:
+                infinity.checkpoint.load(tmp_path / "saved", each.model, each.optimizer)
+            else:
+                _seed(2)
+                each.model(2).backward()
+                each.optimizer.clip_grad_norm_(0.5)
+                infinity.checkpoint.save(tmp_path / "saved", each.model, each.optimizer)
+            each.optimizer.step()
+            found.append(each.state())
+    assert_same(*found)
+
+
 def _seed(number):
     import random
 

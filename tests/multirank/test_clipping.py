@@ -28,6 +28,7 @@ CALLS: list[list[tuple[str, float]]] = [
     [("blocks.0", 0.01), ("blocks.0", 0.001)],
 ]
 KEPT = (1, 3)  # Steps behind which gradients are not dropped.
+OPTIONS = (0.02, 0.01)  # Of steps over one more backward, `max_grad_norm`.
 
 
 def _train(rank: int, case: Case) -> tuple[list[float], dict[str, Tensor]]:
@@ -41,6 +42,12 @@ def _train(rank: int, case: Case) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.step()
         if step not in KEPT:
             optimizer.zero_grad()
+    loss_of(model, batch(10 * len(CALLS) + rank, model.width)).backward()
+    for max_norm in OPTIONS:
+        optimizer.max_grad_norm = max_norm
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+        norms.append(optimizer.grad_norm.item())
     optimizer.zero_grad()
     found = read_weights(model)
     infinity.close(model)
@@ -53,7 +60,8 @@ def _reference(norms: list[float]) -> dict[str, Tensor]:
     model: Any = build(case)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = plain_optimizer(trained, case)
-    for step, calls in enumerate(CALLS):
+
+    def backward(step: int) -> None:
         of_ranks = []
         for rank in range(COUNT):
             loss = loss_of(model, batch(10 * step + rank, model.width))
@@ -61,14 +69,24 @@ def _reference(norms: list[float]) -> dict[str, Tensor]:
         for parameter, *parts in zip(trained, *of_ranks, strict=True):
             mean = parts[0] * (1 / COUNT) + parts[1] * (1 / COUNT)
             parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+
+    def clip(given: list[nn.Parameter], max_norm: float) -> None:
+        norm = left.pop(0)
+        rounded = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None]).item()
+        assert abs(norm - rounded) <= 1e-5 * rounded
+        nn.utils.clip_grads_with_norm_(given, max_norm, torch.tensor(norm))
+
+    for step, calls in enumerate(CALLS):
+        backward(step)
         for name, max_norm in calls:
-            given, norm = list(model.get_submodule(name).parameters()), left.pop(0)
-            rounded = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None]).item()
-            assert abs(norm - rounded) <= 1e-5 * rounded
-            nn.utils.clip_grads_with_norm_(given, max_norm, torch.tensor(norm))
+            clip(list(model.get_submodule(name).parameters()), max_norm)
         optimizer.step()
         if step not in KEPT:
             optimizer.zero_grad()
+    backward(len(CALLS))
+    for max_norm in OPTIONS:
+        clip(trained, max_norm)
+        optimizer.step()
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 

@@ -12,11 +12,11 @@ from tests.support.two_sides import Run, compare, offloaded
 
 
 def clipped_then_not(run: Run) -> list[torch.Tensor]:
-    """Three steps over one sum; a clip factor stays in the sum that the next one uses."""
+    """Steps over one sum; a clip factor stays in the sum that the next one measures and uses."""
     zero_grad, run.optimizer.zero_grad = run.optimizer.zero_grad, lambda: None
     for number in range(2):
         run.backward(number)
-        for max_norm in (1e-3, None, None):
+        for max_norm in (1e-3, 5e-4, None, None):
             run.step(max_norm)
         zero_grad()
     return []
