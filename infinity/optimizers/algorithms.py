@@ -17,7 +17,8 @@ from infinity.state.units import TensorSpec
 
 
 class AdamW(OffloadedOptimizer):
-    """`torch.optim.AdamW` for an offloaded model, with the bits of the fused implementation.
+    """`torch.optim.AdamW` for an offloaded model, with the bits of the fused implementation
+    over fp32 parameters: those of 16 bits have fp32 masters, which torch lacks.
 
     `params` is the model, its parameters, or groups of them, as in any torch optimizer.
     Learning-rate schedulers work on `param_groups`. `amsgrad` is refused. `options`: see `Options`.

@@ -126,7 +126,7 @@ class Precision(Section):
 
     compute: Annotated[ComputeDtype, choice(ComputeDtype)] = "auto"
     """Dtype of weights and arithmetic. "auto" is the dtype in the config.json of `model.path`, and
-    float32 for a model in float16, which cannot be trained; `infinity.offload` keeps the dtypes of
+    float32 for a model in float16; `infinity.offload` keeps the dtypes of
     its model. "bfloat16" narrows a float32 model as transformers does; a model of mixed dtypes
     keeps them."""
     moments: Annotated[MomentFormat, choice(MomentFormat)] = "float32"
