@@ -20,12 +20,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-import infinity
 from infinity.config import SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, refusing
-from infinity.integrations.hf import prepare_trainer
+from infinity.integrations.hf import offload_once, prepare_trainer
 
 # Keys of axolotl that do what the engine does, or load weights that it cannot take.
 _CONFLICTS = {
@@ -34,7 +33,6 @@ _CONFLICTS = {
     "fsdp_config": "state is offloaded by infinity; remove it",
     "load_in_4bit": "name a quantised checkpoint as base_model in `infinity train` instead",
     "load_in_8bit": "name a quantised checkpoint as base_model in `infinity train` instead",
-    "bf16": "the precision is the model's: set torch_dtype: bfloat16, and bf16: false",
     "fp16": "the precision is the model's: set torch_dtype: bfloat16, and fp16: false",
     "torch_compile": "units break its graph; remove it",
 }
@@ -70,8 +68,9 @@ class OffloadedRun:
             raise ConfigError("an offloaded model cannot be trained so: " + "; ".join(faults))
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Offloads the model, adapters included. Frees its weights from memory."""
-        infinity.offload(model, _swap_config(cfg))
+        """Offloads the model, adapters included, in bfloat16 under `bf16: true`. Frees its weights
+        from memory."""
+        offload_once(model, _swap_config(cfg), is_bf16=cfg.get("bf16") is True)
         self._model = model
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

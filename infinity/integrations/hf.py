@@ -111,13 +111,13 @@ def prepare_trainer(
     sampler = ServerSampler(sampler) if isinstance(sampler, str) else sampler
     if sampler is not None:
         sampler.check(target)
-    _offload(target.model, config, weights=weights, is_bf16=target.args.bf16)
+    offload_once(target.model, config, weights=weights, is_bf16=target.args.bf16)
     if target.args.bf16:
         target.args.bf16 = False  # Another accelerator of this trainer would ask for autocast.
         _end_autocast(target.accelerator, "args.bf16", target.model)
     _check_ranks(target.model, target.args.world_size)
     _refuse_strays(target.model)
-    _stream_exports(target.model)
+    stream_exports(target.model)
     for model in filter(None, (target.model, getattr(target, "ref_model", None))):
         name_parts(model)
     target.is_layer_major, target.most_together = choose_order(target, layer_major), window
@@ -194,7 +194,7 @@ def _refuse_strays(model: nn.Module) -> None:
         )
 
 
-def _offload(
+def offload_once(
     model: nn.Module,
     config: Any,
     *,
@@ -203,11 +203,9 @@ def _offload(
 ) -> None:
     """Offloads a model that is not yet. Raises ConfigError for one that is, if a configuration is
     given or if bfloat16 is asked for and the model computes in another dtype."""
-    try:
-        engine_of(model)
-    except InfinityError:
+    if not is_offloaded(model):
         if config is None:
-            raise
+            engine_of(model)  # Raises.
         resolved = SwapConfig.load(config)
         if is_bf16 and resolved.precision.compute == "auto":
             resolved = changed(resolved, {"precision.compute": "bfloat16"})
@@ -221,7 +219,7 @@ def _offload(
         infinity.offload(target, resolved, weights=weights)
     else:
         if config is not None:
-            raise ConfigError("the model is offloaded already; leave `config` out") from None
+            raise ConfigError("the model is offloaded already; leave `config` out")
         dtypes = {parameter.dtype for parameter in model.parameters()}
         _refuse_other_precision(is_bf16 and torch.bfloat16 not in dtypes, "float32")
     # Accelerate does not wrap, move or autocast a prepared model.
@@ -278,12 +276,12 @@ def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:
     return found
 
 
-def _stream_exports(model: Any) -> None:
+def stream_exports(model: Any) -> None:
     """Makes `save_pretrained` write shard by shard, also that of parts of a model. PEFT's own
     method, which writes adapters only, stays."""
     parts = _parts(model)
     for part in parts.values():
-        _stream_exports(part)
+        stream_exports(part)
     if parts or hasattr(model, "peft_config") or not hasattr(model, "save_pretrained"):
         return
     plain = model.save_pretrained
@@ -404,36 +402,130 @@ class OffloadedTrainer(LayerMajorSteps):
 
 
 def prepare_accelerator(
-    accelerator: Any, model: nn.Module, optimizer: OffloadedOptimizer, config: Any = None
-) -> tuple[nn.Module, AcceleratedOptimizer]:
+    accelerator: Any,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: Any = None,
+) -> Any:
     """Replaces `accelerator.prepare(model, ...)` in a user's own loop with accelerate.
 
     Pass data loaders, schedulers and plain models to `accelerator.prepare` as usual, and call this
     for each offloaded model that is trained. `accumulate`, `backward`, `clip_grad_norm_` of any
     parameters, `save_state` and `load_state` work; the latter two keep the state of the first
     offloaded model in `infinity/` of their directory, that of the second in `infinity_1/`, in the
-    order of these calls. With several processes, all of them make these calls. Returns model and
-    optimizer.
+    order of these calls. With several processes, all of them make these calls. An optimizer is one
+    of infinity, or torch's AdamW or Adam. Returns model and optimizer.
+
+    Without a model it returns the accelerator, whose own `prepare` then takes offloaded models.
     """
+    if model is None or optimizer is None:
+        plain = accelerator.prepare
+        accelerator.prepare = lambda *parts, **options: prepare_parts(
+            accelerator, plain, is_offloaded, parts, options
+        )
+        return accelerator
     precision = accelerator.mixed_precision
     if precision not in ("no", "bf16"):
         raise ConfigError(
             f"expected mixed_precision 'no' or 'bf16', got {precision!r}; the precision is the "
             "model's: load it in bfloat16"
         )
-    _offload(model, config, is_bf16=precision == "bf16")
+    check_rule(optimizer)
+    names = names_of(model)
+    offload_once(model, config, is_bf16=precision == "bf16")
     if precision == "bf16":
         _end_autocast(accelerator, "mixed_precision", model)
     _check_ranks(model, accelerator.num_processes)
-    _stream_exports(model)
-    wrapped = AcceleratedOptimizer(optimizer, device_placement=False)
+    stream_exports(model)
+    mine = optimizer_like(optimizer, dict(model.named_parameters()), names)
+    wrapped = AcceleratedOptimizer(mine, device_placement=False)
     wrapped._is_accelerate_prepared = True
     accelerator.prepare(model, wrapped)
     if not hasattr(accelerator, _PREPARED):
         setattr(accelerator, _PREPARED, weakref.WeakKeyDictionary())
         _extend(accelerator, getattr(accelerator, _PREPARED))
-    getattr(accelerator, _PREPARED)[model] = weakref.ref(optimizer)
+    getattr(accelerator, _PREPARED)[model] = weakref.ref(mine)
     return model, wrapped
+
+
+def prepare_parts(
+    accelerator: Any,
+    plain_prepare: Callable[..., Any],
+    takes: Callable[[nn.Module], bool],
+    parts: tuple[Any, ...],
+    options: Mapping[str, Any],
+) -> Any:
+    """Does what `accelerator.prepare(*parts)` does, with models that `takes` offloads, or finds
+    offloaded, and that come with their optimizers. Schedulers follow these."""
+    made: dict[int, Any] = {}
+    for model in parts:
+        names = names_of(model) if isinstance(model, nn.Module) else {}
+        theirs = next((p for p in parts if isinstance(p, torch.optim.Optimizer) and any(
+            id(parameter) in names for group in p.param_groups for parameter in group["params"]
+        )), None)  # fmt: skip
+        if theirs is None or isinstance(theirs, AcceleratedOptimizer) or not takes(model):
+            continue
+        mine = optimizer_like(theirs, dict(model.named_parameters()), names)
+        made[id(model)], made[id(theirs)] = prepare_accelerator(accelerator, model, mine)
+        for scheduler in parts:
+            if getattr(scheduler, "optimizer", None) is theirs:
+                scheduler.optimizer = mine
+    left = [part for part in parts if id(part) not in made]
+    found = plain_prepare(*left, **options) if left else ()
+    rest = iter((found,) if len(left) == 1 else found)
+    every = [made[id(part)] if id(part) in made else next(rest) for part in parts]
+    return every[0] if len(every) == 1 else tuple(every)
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Returns whether the model, or a model around it, is offloaded."""
+    try:
+        engine_of(model)
+    except InfinityError:
+        return False
+    return True
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Returns the names of the model's parameters by their ids."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def optimizer_like(
+    theirs: torch.optim.Optimizer,
+    parameters: Mapping[str, Any],
+    names: Mapping[int, str],
+    **options: Any,
+) -> OffloadedOptimizer:
+    """Returns the optimizer of an offloaded model with the groups of one of torch, whose parameters
+    have `names` by their ids; one of infinity as it is. Raises as `check_rule`."""
+    if isinstance(theirs, OffloadedOptimizer):
+        return theirs
+    check_rule(theirs)
+    kept = ("lr", "initial_lr", "betas", "eps", "weight_decay")
+    groups = [
+        {"params": [parameters[names[id(p)]] for p in group["params"] if p.requires_grad]}
+        | {key: group[key] for key in kept if key in group}
+        for group in theirs.param_groups
+    ]
+    made: OffloadedOptimizer = getattr(infinity, type(theirs).__name__)(groups, **options)
+    return made
+
+
+def check_rule(theirs: torch.optim.Optimizer) -> None:
+    """Raises ConfigError for an optimizer of torch whose rule infinity lacks."""
+    if isinstance(theirs, OffloadedOptimizer):
+        return
+    unlike = [
+        key for group in theirs.param_groups for key, value in group.items()
+        if value and key in ("amsgrad", "maximize", "capturable", "differentiable")
+    ]  # fmt: skip
+    kind = type(theirs).__name__
+    if kind not in ("AdamW", "Adam") or unlike:
+        raise ConfigError(
+            f"the loop has {kind} {' '.join(unlike)}; expected torch.optim.AdamW or Adam. For "
+            "another rule take infinity.from_pretrained and its optimizers"
+        )
 
 
 def _extend(accelerator: Any, prepared: Mapping[nn.Module, Callable[[], Any]]) -> None:
@@ -492,10 +584,11 @@ _PARTIAL = re.compile(rf"\.{PREFIX_CHECKPOINT_DIR}-\d+\.partial")
 
 
 def save_over(
-    directory: Path, model: nn.Module, optimizer: OffloadedOptimizer, *, step: int | None = None
+    directory: Path, model: nn.Module, optimizer: OffloadedOptimizer, **more: Any
 ) -> None:
     """Replaces the state of an earlier run, as Trainer does with the rest of a checkpoint. If
-    writing fails, the earlier state is restored. All ranks call it, and rank 0 replaces."""
+    writing fails, the earlier state is restored. All ranks call it, and rank 0 replaces. `more`:
+    what `infinity.checkpoint.save` takes besides."""
     engine, has_before = engine_of(model), False
     before = directory.with_name(f".{directory.name}.replaced")
     with engine.ranks.collective_section("replace a saved state"):
@@ -503,7 +596,7 @@ def save_over(
             has_before = _move_away(directory, before)
     own = _frozen_in(model, directory)
     try:
-        save(directory, model, optimizer, step=step)
+        save(directory, model, optimizer, **more)
     except BaseException:
         # Released files of this engine are shared with swap files that training rewrites.
         if has_before and own == _frozen_in(model, directory):

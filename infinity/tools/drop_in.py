@@ -3,15 +3,17 @@
 While installed, `from_pretrained` of transformers builds models without memory, and a Trainer
 offloads its model, with the adapter that TRL has attached, before it first trains or evaluates.
 What the program has written into the model until then is kept; the files give the rest.
-`TrainingArguments(deepspeed=...)` gives the configuration where there is none.
+`TrainingArguments(deepspeed=...)` gives the configuration where there is none, and `import
+deepspeed` is `infinity.integrations.deepspeed`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,9 +25,14 @@ from torch import nn
 import infinity
 from infinity.config import SwapConfig
 from infinity.config.hub import download_remedy, in_hub_cache
-from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError, InfinityError
-from infinity.integrations.hf import OffloadedTrainer, prepare_accelerator, prepare_trainer
+from infinity.errors import ConfigError
+from infinity.integrations import deepspeed
+from infinity.integrations.hf import (
+    OffloadedTrainer,
+    is_offloaded,
+    prepare_parts,
+    prepare_trainer,
+)
 from infinity.modules.reading.adapters import values_of_adapters
 from infinity.modules.reading.empty_weights import Provisional, is_to_come
 from infinity.tools.pretrained import (
@@ -82,7 +89,7 @@ class DropIn:
         def to(module: nn.Module, *args: Any, **options: Any) -> Any:
             """Moves no model without memory to a device, whatever it is in."""
             is_cast = any(isinstance(value, torch.dtype) for value in (*args, *options.values()))
-            if is_cast or self._directory_in(module) is None or _is_offloaded_around(module):
+            if is_cast or self._directory_in(module) is None or is_offloaded(module):
                 return plain_to(module, *args, **options)
             return module
 
@@ -92,12 +99,8 @@ class DropIn:
             plain_post_init(args)
 
         def prepare(accelerator: Any, *parts: Any, **options: Any) -> Any:
-            made = self._for_loop(accelerator, parts)
-            left = [part for part in parts if id(part) not in made]
-            found = plain_prepare(accelerator, *left, **options) if left else ()
-            rest = iter((found,) if len(left) == 1 else found)
-            every = [made[id(part)] if id(part) in made else next(rest) for part in parts]
-            return every[0] if len(every) == 1 else tuple(every)
+            plain = partial(plain_prepare, accelerator)
+            return prepare_parts(accelerator, plain, self._offload_waiting, parts, options)
 
         def preparing(plain: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(plain)
@@ -114,6 +117,8 @@ class DropIn:
             stack.enter_context(patch.object(Trainer, _MOVE, move))
             stack.enter_context(patch.object(nn.Module, "to", to))
             stack.enter_context(patch.object(Accelerator, "prepare", prepare))
+            stack.enter_context(patch.object(deepspeed, "offload", self._offload))
+            stack.enter_context(_in_place_of_deepspeed())
             for name in ("train", "evaluate", "predict"):
                 stack.enter_context(patch.object(Trainer, name, preparing(getattr(Trainer, name))))
             yield
@@ -131,7 +136,7 @@ class DropIn:
         self._directories[model] = directory
 
         def refuse(module: nn.Module, *_: Any) -> None:
-            if not _is_offloaded_around(module):
+            if not is_offloaded(module):
                 raise ConfigError(
                     f"the {type(module).__name__} of {directory} is used before a Trainer trains "
                     "it; `infinity run` offloads the models of Trainers. In a loop of your own "
@@ -151,13 +156,11 @@ class DropIn:
         if directory is None:
             return False
         reference: Any = getattr(trainer, "ref_model", None)
-        its = None if reference is None else self._directory_in(reference)
-        if its is not None and not _is_offloaded_around(reference):
+        if reference is not None and self._directory_in(reference) is not None:
             reference.requires_grad_(False)
-            with _written_values(reference):
-                infinity.offload(reference, self._config_for(its, reference), weights=its)
-            reference._is_accelerate_prepared = True
-        if _is_offloaded_around(trainer.model):  # By an earlier Trainer.
+            if self._offload_waiting(reference):
+                reference._is_accelerate_prepared = True
+        if is_offloaded(trainer.model):  # By an earlier Trainer.
             prepare_trainer(trainer)
             return True
         config = self._config_for(directory, trainer.model)
@@ -165,64 +168,49 @@ class DropIn:
             prepare_trainer(trainer, config, weights=directory)
         return True
 
-    def _for_loop(self, accelerator: Any, parts: tuple[Any, ...]) -> dict[int, Any]:
-        """Offloads the models that `accelerator.prepare` got, with their optimizers. Returns both
-        as they are prepared, by the ids of those that were passed. Schedulers follow."""
-        made: dict[int, Any] = {}
-        for model in parts:
-            directory = self._directory_in(model) if isinstance(model, nn.Module) else None
-            if directory is None or _is_offloaded_around(model):
-                continue
-            names = {id(parameter): name for name, parameter in model.named_parameters()}
-            plain = next((p for p in parts if isinstance(p, torch.optim.Optimizer) and any(
-                id(parameter) in names for group in p.param_groups for parameter in group["params"]
-            )), None)  # fmt: skip
-            if plain is None:
-                continue
-            with _written_values(model):
-                infinity.offload(model, self._config_for(directory, model), weights=directory)
-            optimizer = optimizer_like(plain, dict(model.named_parameters()), names)
-            made[id(model)], made[id(plain)] = prepare_accelerator(accelerator, model, optimizer)
-            for scheduler in parts:
-                if getattr(scheduler, "optimizer", None) is plain:
-                    scheduler.optimizer = optimizer
-        return made
+    def _offload_waiting(self, model: nn.Module) -> bool:
+        """Offloads a model that was built without memory. Returns whether it is one."""
+        if self._directory_in(model) is None or is_offloaded(model):
+            return False
+        self._offload(model)
+        return True
 
-    def _config_for(self, directory: Path, model: Any) -> SwapConfig:
+    def _offload(self, model: nn.Module, config: SwapConfig | None = None) -> None:
+        """Offloads a model by the configuration of this object, or else `config`."""
+        directory = self._directory_in(model)
+        own = self._config_for(directory, model, config)
+        with nullcontext() if directory is None else _written_values(model):
+            infinity.offload(model, own, weights=directory)
+
+    def _config_for(
+        self, directory: Path | None, model: Any, config: SwapConfig | None = None
+    ) -> SwapConfig:
         """Returns the configuration of the next model, whose swap directories are its own."""
-        if self._config is None:
+        if self._config is not None or directory is None:
+            config = SwapConfig.load(self._config or config)
+        elif config is None:
             adapters = getattr(model, "peft_config", {})
             config = choose_config(directory, next(iter(adapters.values()), None))
-        else:
-            config = SwapConfig.load(self._config)
         number = len(self.offloaded)
-        self.offloaded.append(str(directory))
+        self.offloaded.append(str(directory or type(model).__name__))
         return with_own_drives(config, str(number)) if number else config
 
 
-def optimizer_like(
-    plain: torch.optim.Optimizer, parameters: Mapping[str, Any], names: Mapping[int, str]
-) -> infinity.AdamW:
-    """Returns the optimizer of an offloaded model with the groups of one of torch, whose parameters
-    have `names` by their ids. Raises ConfigError for another rule."""
-    kind = type(plain).__name__
-    unlike = [
-        key for group in plain.param_groups for key, value in group.items()
-        if value and key in ("amsgrad", "maximize", "capturable", "differentiable")
-    ]  # fmt: skip
-    if kind not in ("AdamW", "Adam") or unlike:
-        raise ConfigError(
-            f"the loop has {kind} {' '.join(unlike)}; `infinity run` takes torch.optim.AdamW and "
-            "Adam. For another rule take infinity.from_pretrained and its optimizers"
-        )
-    kept = ("lr", "initial_lr", "betas", "eps", "weight_decay")
-    groups = [
-        {"params": [parameters[names[id(p)]] for p in group["params"]]}
-        | {key: group[key] for key in kept if key in group}
-        for group in plain.param_groups
-    ]
-    made: infinity.AdamW = getattr(infinity, kind)(groups)
-    return made
+@contextmanager
+def _in_place_of_deepspeed() -> Iterator[None]:
+    """Has `import deepspeed` give what is here. Other modules that are imported stay."""
+    ours: dict[str, Any] = {"deepspeed": deepspeed, "deepspeed.zero": deepspeed.zero}
+    ours |= {"deepspeed.comm": deepspeed.comm}
+    before = {name: sys.modules.get(name) for name in ours}
+    sys.modules.update(ours)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 @contextmanager
@@ -245,15 +233,6 @@ def _written_values(model: nn.Module) -> Iterator[None]:
         parameter = model.get_parameter(name)
         with infinity.gather(parameter, modify=True), torch.no_grad():
             parameter.copy_(value)
-
-
-def _is_offloaded_around(model: nn.Module) -> bool:
-    """Whether the model, or a model around it, is offloaded."""
-    try:
-        engine_of(model)
-    except InfinityError:
-        return False
-    return True
 
 
 def _directory_of(path: Any, options: dict[str, Any]) -> Path | None:

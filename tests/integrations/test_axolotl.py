@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import types
 from pathlib import Path
@@ -86,7 +87,19 @@ def test_a_run_through_the_hooks_has_the_losses_of_the_plain_trainer(
     assert not list((tmp_path / "swap").iterdir())
 
 
-@pytest.mark.parametrize("key", ["deepspeed", "fsdp", "load_in_4bit", "bf16"])
+def test_bf16_asks_for_a_model_in_bfloat16(plugin: Any, tmp_path: Path) -> None:
+    tiers = {"host": {"capacity": "8MiB"}, "nvme": [{"path": str(tmp_path / "swap")}]}
+    cfg, given = {"infinity_config": {"tiers": tiers}, "bf16": True}, model()
+    plugin.pre_model_load(cfg)
+    plugin.post_model_load(cfg, given)
+    assert {parameter.dtype for parameter in given.parameters()} == {torch.bfloat16}
+    trainer = trainer_of(given, tmp_path / "out")
+    plugin.post_trainer_create(cfg, trainer)
+    assert all(map(math.isfinite, losses(trainer)))
+    plugin.post_train_unload(cfg)
+
+
+@pytest.mark.parametrize("key", ["deepspeed", "fsdp", "load_in_4bit", "fp16"])
 def test_keys_that_conflict_are_refused_before_the_model_is_loaded(
     plugin: Any, tmp_path: Path, key: str
 ) -> None:

@@ -140,6 +140,13 @@ QUICK_STARTS: dict[str, tuple[str, dict[str, str], bool]] = {
             "import infinity.integrations.hf; from datasets import load_dataset",
         "trainer.train()": PREPARED.replace("(trainer)", "(trainer, {})"),
     }, False),
+    "accelerate": (ACCELERATE, {
+        "import torch": "import torch; import infinity.integrations.hf",
+        "accelerator = Accelerator()":
+            "accelerator = infinity.integrations.hf.prepare_accelerator(Accelerator())",
+        'model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)':
+            'model = infinity.from_pretrained("model", dtype=torch.float32)',
+    }, False),
     "sft as it is": (SFT, {}, True),
     "dpo as it is": (DPO, {}, True),
     "trainer as it is": (TRAINER, {}, True),
@@ -219,15 +226,18 @@ def test_a_quick_start_runs_with_at_most_three_changed_lines(
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["accelerate", "accelerate as it is"])
 def test_a_loop_of_accelerate_has_the_bits_of_the_loop_in_memory(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    program, changes, is_run = QUICK_STARTS[name]
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     file = workplace / "loop.py"
-    file.write_text(ACCELERATE)
+    file.write_text(program)
     plain = runpy.run_path(str(file))
-    with DropIn().installed():
+    file.write_text("\n".join(changes.get(line, line) for line in program.splitlines()))
+    with DropIn().installed() if is_run else nullcontext():
         mine = runpy.run_path(str(file))
     assert mine["losses"] == plain["losses"] and len(set(plain["losses"])) == 4
     engine = infinity.engine_of(mine["model"])
