@@ -256,8 +256,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.grad_norm = None
             return
         stamps = self._stamps()
-        was_clipped = any(stamps[s][0] == n for s, n in self._clipped.items() if s in stamps)
-        max_norm = None if was_clipped else self.max_grad_norm
+        max_norm = None if self._still_clipped(stamps) else self.max_grad_norm
         if max_norm is None and not looks:
             return
         if self._measured is not None and self._measured[0] == stamps:
@@ -292,6 +291,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         gradients = self.engine.gradients
         stamps = {param.spec: gradients.stamp(param.spec) for param in self._params.values()}
         return {spec: stamp for spec, stamp in stamps.items() if stamp is not None}
+
+    def _still_clipped(self, stamps: Mapping[TensorSpec, tuple[int, int]]) -> set[TensorSpec]:
+        """Returns the gradients that a call has clipped and that are there with the same number."""
+        return {s for s, number in self._clipped.items() if s in stamps and stamps[s][0] == number}
 
     @property
     def next_step(self) -> int:
@@ -427,10 +430,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         steps = {names[key]: step for key, step in self._steps.items()}
         state = {"name": self.name, "groups": groups, "steps": steps}
         if self._clipped:  # Gradients are saved, too.
-            stamps, params = self._stamps(), self._params.values()
-            numbers = {param.name: stamps.get(param.spec, (None,))[0] for param in params}
-            clipped = [p.name for p in params if self._clipped.get(p.spec, -1) == numbers[p.name]]
-            state["clipped"] = clipped
+            clipped = self._still_clipped(self._stamps())
+            state["clipped"] = [p.name for p in self._params.values() if p.spec in clipped]
         return state
 
     def check_named_state(self, state: dict[str, Any]) -> None:

@@ -70,10 +70,8 @@ class Saving(Closing):
         """Starts the thread that runs `copy`; None means that `path` is already complete."""
         self.path = path
         self.source = source
-        self.stop_order, self.hurry_order = (
-            threading.Event(),
-            threading.Event(),
-        )  # Orders to the copy.
+        self.stop_order = threading.Event()  # To the copy, as is the next one.
+        self.hurry_order = threading.Event()
         self._ended = threading.Event()
         self._failure: Exception | None = None
         self.is_told = False  # `wait` has raised the failure.
