@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -51,6 +51,7 @@ from infinity.modules.handles.originals import Originals
 from infinity.modules.handles.unmanaged_params import UnmanagedParams
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.reading.discover import HookedModule
+from infinity.modules.reading.empty_weights import Awaited
 from infinity.modules.tiling.layers import TiledParam
 from infinity.modules.tiling.split import tiles_of
 from infinity.observe import Counters, Track
@@ -182,8 +183,32 @@ class Engine(Closing):
         """Drops the model's own parameters. The tiers have their values."""
         for param in self.params:
             param.original = None
+        self._first_versions = self._versions()
         originals.follow(self._param_table)
         patches.refuse_swaps(self._param_table.tensors())
+
+    def leave_empty(self) -> bool:
+        """Closes the engine and leaves the model as `infinity.init_empty_weights` builds it, to be
+        offloaded again from the same files. Returns False, and does nothing, where weights have
+        changed since `offload`, are divided over ranks, or run as tiles."""
+        if self._versions() != self._first_versions or self.num_ranks > 1 or self.tiled_params:
+            return False
+        for param in self.params:
+            facts, wants_grad = param.spec.facts, param.handle.requires_grad
+            empty = torch.empty_strided(
+                facts.shape,
+                facts.stride,
+                dtype=facts.dtype,
+                device="meta",
+                requires_grad=wants_grad,
+            )
+            param.original = cast(nn.Parameter, Awaited.make(empty))
+        self.uninstall()
+        self.close()
+        return True
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(param.compute._version, param.changes) for param in self.params]
 
     def _leave_model(self) -> None:
         for removable in self._removable:

@@ -45,6 +45,7 @@ from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError, reporting
 from infinity.integrations.sampler import ServerSampler
 from infinity.integrations.windows import LayerMajorSteps, choose_order
+from infinity.modules.reading.adapters import values_of_adapters
 from infinity.optimizers.algorithms import AdamW
 from infinity.optimizers.clipping import clip_grad_norm_, engines_of
 from infinity.optimizers.offloaded import OffloadedOptimizer
@@ -116,7 +117,7 @@ def prepare_trainer(
         target.args.bf16 = False  # Another accelerator of this trainer would ask for autocast.
         _end_autocast(target.accelerator, "args.bf16", target.model)
     _check_ranks(target.model, target.args.world_size)
-    _refuse_strays(target.model)
+    _take_adapter(target.model)
     stream_exports(target.model)
     for model in filter(None, (target.model, getattr(target, "ref_model", None))):
         name_parts(model)
@@ -177,21 +178,35 @@ def _check_ranks(model: nn.Module, num_processes: int) -> None:
         )
 
 
-def _refuse_strays(model: nn.Module) -> None:
-    """Raises ConfigError for trainable parameters that were added after `infinity.offload`. Frozen
-    ones stay in memory and work as they are: TRL adds a reference adapter in this way."""
-    strays = [
-        name
+def _take_adapter(model: nn.Module) -> None:
+    """Offloads a model again if TRL has attached the adapter of `peft_config` since: with the bits
+    of `infinity.from_pretrained(peft_config=)`. Raises ConfigError for other trainable parameters
+    that were added after `infinity.offload`, and where weights no longer are those of the files.
+    Frozen ones stay in memory and work as they are: TRL adds a reference adapter in this way."""
+    strays = {
+        name: parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and owner_of(parameter) is None
-    ]
-    if strays:
+    }
+    if not strays:
+        return
+    engine, adapters = engine_of(model), values_of_adapters(model)
+    source = engine.config.model
+    is_new = source is not None and all(id(stray) in adapters for stray in strays.values())
+    if not is_new or source is None or source.path is None or not engine.leave_empty():
         raise ConfigError(
-            f"{strays[0]!r} and {len(strays) - 1} more were added to the model after "
+            f"{next(iter(strays))!r} and {len(strays) - 1} more were added to the model after "
             "infinity.offload, which does not know them. Give the adapter to "
             "infinity.from_pretrained(path, config, peft_config), and the trainer no peft_config; "
             "or run the program as it is: `infinity run`"
         )
+    _log.warning(
+        "the trainer's peft_config came after the model was offloaded, so %s is offloaded again, "
+        "frozen; give peft_config to infinity.from_pretrained to do so once", source.path,
+    )  # fmt: skip
+    infinity.offload(
+        model, engine.config, weights=source.path, seed=source.seed, ignore=source.ignore
+    )
 
 
 def offload_once(

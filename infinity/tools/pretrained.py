@@ -68,6 +68,9 @@ def from_pretrained(
     if config is None:
         config = choose_config(directory, peft_config, is_frozen=is_frozen)
     resolved = for_directory(SwapConfig.load(config), directory, dtype)
+    assert resolved.model is not None
+    ignore = [*resolved.model.ignore, *ignore]
+    resolved = changed(resolved, {"model.seed": seed, "model.ignore": ignore})
     adapters = [*filter(None, [resolved.adapter]), *resolved.adapters]
     if peft_config is not None and adapters:
         raise ConfigError("peft_config: the file has [adapter]; leave one of them out")

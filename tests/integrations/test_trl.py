@@ -114,11 +114,11 @@ def sft(model: Any, directory: Path, reference: Any, **more: Any) -> Any:
     )  # fmt: skip
 
 
-def dpo(model: Any, directory: Path, reference: Any) -> Any:
+def dpo(model: Any, directory: Path, reference: Any, **more: Any) -> Any:
     columns = {"prompt": texts(24, 0), "chosen": texts(24, 3), "rejected": texts(24, 5)}
     return trl.DPOTrainer(
         model=model, ref_model=reference, args=trl.DPOConfig(max_length=24, **evaluated(directory)),
-        processing_class=tokenizer(), **parts(columns),
+        processing_class=tokenizer(), **parts(columns), **more,
     )  # fmt: skip
 
 
@@ -342,6 +342,36 @@ def test_a_trainer_of_an_offloaded_model_that_was_not_prepared_is_refused(tmp_pa
         pytest.raises(ConfigError, match="Give the adapter to infinity.from_pretrained"),
     ):
         prepare_trainer(sft(engine.model, tmp_path / "b", None, peft_config=LORA))
+
+
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_an_adapter_that_the_trainer_attaches_to_an_offloaded_model_has_the_plain_bits(
+    make: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(lora=False, tied=True)
+    model.save_pretrained(tmp_path / "m")
+    plain = make(model, tmp_path / "plain", None, peft_config=LORA)
+    plain.train()
+    model = infinity.from_pretrained(tmp_path / "m", swap(tmp_path / "swap"))
+    trainer = prepare_trainer(make(model, tmp_path / "out", None, peft_config=LORA))
+    trainer.train()
+    assert history(trainer) == history(plain)
+    with infinity.engine_of(trainer.model) as engine:
+        for name, parameter in plain.model.named_parameters():
+            assert torch.equal(engine.read_parameter(name), parameter), name
+    assert caplog.text.count("is offloaded again") == 1
+
+
+def test_an_adapter_of_the_trainer_over_weights_that_were_changed_is_refused(
+    tmp_path: Path,
+) -> None:
+    make_model(lora=False).save_pretrained(tmp_path / "m")
+    model = infinity.from_pretrained(tmp_path / "m", swap(tmp_path / "swap"))
+    with infinity.gather(model.lm_head, modify=True), torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    with pytest.raises(ConfigError, match="Give the adapter to infinity.from_pretrained"):
+        prepare_trainer(sft(model, tmp_path / "out", None, peft_config=LORA))
+    infinity.close(model)
 
 
 def test_a_trl_that_is_too_old_is_refused_before_the_model_is_offloaded(
