@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -31,6 +31,29 @@ Method = Literal["sft", "dpo", "reward", "classify", "distill", "grpo", "rloo", 
 Weighting = Literal["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 _Tracker = Annotated[Tracker, choice(Tracker)]
+
+
+class MethodFacts(NamedTuple):
+    """What sets a method of training apart."""
+
+    trainer: str = "SFTTrainer"  # Of TRL; "Trainer" is that of transformers.
+    key: str = ""  # Of [train]: what this method needs, and methods without it refuse.
+    records: str = ""  # In words, where it learns no text files.
+    has_head: bool = False  # The model scores sequences, in place of tokens.
+    has_reference: bool = False  # The loss may compare with the model before training.
+    is_of_one_rank: bool = False
+
+
+METHODS: dict[Method, MethodFacts] = {
+    "sft": MethodFacts(),
+    "dpo": MethodFacts("DPOTrainer", records="chosen and rejected", has_reference=True),
+    "reward": MethodFacts("RewardTrainer", records="chosen and rejected", has_head=True),
+    "classify": MethodFacts("Trainer", "labels", "text and label", has_head=True),
+    "distill": MethodFacts(key="distill"),
+    "grpo": MethodFacts("GRPOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
+    "rloo": MethodFacts("RLOOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
+    "diffusion": MethodFacts("Trainer", "diffusion", is_of_one_rank=True),
+}
 
 
 class Sample(Section):
@@ -211,41 +234,30 @@ class Train(Section):
             raise refuse('0 with train.schedule = "constant", whose rate does not fall', ratio)
         return ratio
 
-    @model_validator(mode="after")
-    def _one_teacher(self) -> Train:
-        if (self.method == "distill") != (self.distill is not None):
-            raise conflict('expected [train.distill] with method = "distill", and with no other')
-        return self
+    @property
+    def facts(self) -> MethodFacts:
+        """What sets the method apart."""
+        return METHODS[self.method]
 
     @model_validator(mode="after")
-    def _shown(self) -> Train:
-        if (self.method == "diffusion") != (self.diffusion is not None):
-            raise conflict('expected [train.diffusion] with method = "diffusion", and no other')
-        if self.method in ("diffusion", "reward", "classify") and self.sample is not None:
+    def _of_method(self) -> Train:
+        for key in dict.fromkeys(facts.key for facts in METHODS.values() if facts.key):
+            if (self.facts.key == key) != bool(getattr(self, key)):
+                names = " or ".join(f'"{m}"' for m, facts in METHODS.items() if facts.key == key)
+                what = key if key == "labels" else f"[train.{key}]"
+                raise conflict(f"expected {what} with method = {names}, and with no other")
+        if self.sample is not None and (self.facts.has_head or self.diffusion is not None):
             raise conflict(
                 f'sample: expected none with method = "{self.method}", which writes no text'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _headed(self) -> Train:
-        if (self.method == "classify") != bool(self.labels):
-            raise conflict('expected labels with method = "classify", and with no other')
         if self.labels and len(set(self.labels)) < max(2, len(self.labels)):
             raise conflict(
                 f"labels: expected at least two, each once; got {', '.join(self.labels)}"
             )
         return self
 
-    @property
-    def has_head(self) -> bool:
-        """Whether the model scores sequences, in place of tokens."""
-        return self.method in ("reward", "classify")
-
     @model_validator(mode="after")
     def _rewarded(self) -> Train:
-        if (self.method in ("grpo", "rloo")) != (self.grpo is not None):
-            raise conflict('expected [train.grpo] with method = "grpo" or "rloo", and no other')
         if self.grpo is not None and self.eval_every:
             text = f'expected 0 with "{self.method}", whose rewards are in the metrics'
             raise refuse(text, self.eval_every)

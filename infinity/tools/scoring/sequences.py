@@ -78,7 +78,7 @@ def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
         found = changed(found, {"adapter": None})  # Its census may be what is made now.
     numbers = itertools.count()
     for config in map(settle, JobConfig.of(found).of_adapters()):
-        if config.train.method not in ("sft", "distill") or config.data.packing:
+        if config.train.facts.trainer != "SFTTrainer" or config.data.packing:
             raise ConfigError(
                 f'{path}: expected a run of single sequences, got train.method = "'
                 f'{config.train.method}" or data.packing'

@@ -16,9 +16,6 @@ from infinity.tools.training.report import Reporter, Summary, clock_of
 Event = Literal["end", "failure", "plateau"]
 
 # Of the hub, for model cards; others generate text.
-_TASKS = dict.fromkeys(("reward", "classify"), "text-classification") | {
-    "diffusion": "text-to-image"
-}
 _PATIENCE_S = 30  # For a command of the user's.
 _PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft", "diffusers")
 
@@ -34,7 +31,7 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
     if summary.export_directory and config.train.diffusion is not None:
         call = "load_lora_weights" if config.adapter else "transformer.from_pretrained"
         found.append((f"pipeline.{call}({str(config.output.directory)!r})", "in diffusers"))
-    elif summary.export_directory and config.train.has_head:
+    elif summary.export_directory and config.train.facts.has_head:
         model = output if config.adapter is None else f"{base} --adapter {output}"
         found.append((f"infinity score {model} DATA -o scores.jsonl", "score texts"))
     elif summary.export_directory:
@@ -64,7 +61,11 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
     data = ModelCardData(
         base_model=name,
         library_name="diffusers" if shown else "transformers" if adapter is None else "peft",
-        pipeline_tag=_TASKS.get(config.train.method, "text-generation"),
+        pipeline_tag="text-to-image"
+        if shown
+        else "text-classification"
+        if config.train.facts.has_head
+        else "text-generation",
         tags=tags,
     )
     base = name or ("random weights" if path is None else model_name(path))

@@ -29,7 +29,6 @@ from infinity.tools.training.data_files import collect_files, read_utf8
 from infinity.tools.training.images import learned_images, open_processor
 from infinity.tools.training.latents import load_images
 from infinity.tools.training.records import (
-    NEEDS,
     answers_with_prompts,
     kind_of,
     labelled_ids,
@@ -80,10 +79,10 @@ def open_data(
                 f"data.max_bytes limits text; {records[0]} holds records. Leave it out, or write "
                 "fewer records to a file"
             )
-        if texts and train_options.method in NEEDS:
+        if texts and train_options.facts.records:
             raise ConfigError(
                 f"data.paths: {texts[0]} is text; train.method = "
-                f'"{train_options.method}" learns records with {NEEDS[train_options.method]}'
+                f'"{train_options.method}" learns records with {train_options.facts.records}'
             )
         if records and train_options.grpo is not None:
             return load_prompts(records, tokenizer.for_records()), "prompts", records[0]
@@ -169,7 +168,7 @@ def read_records(
     if len(paths) > 1:
         place += f" and {len(paths) - 1} more files, counted together"
     method, labels, fast = config.train.method, config.train.labels, tokenizer.for_records()
-    if config.data.packing and config.train.has_head:
+    if config.data.packing and config.train.facts.has_head:
         raise ConfigError(
             f'data.packing: train.method = "{method}" scores each record by itself; expected '
             "packing = false"

@@ -17,38 +17,23 @@ from typing import Any
 
 import torch
 
-from infinity.config.schema.train import Grpo, Method
+from infinity.config.schema.train import Grpo, Train
 from infinity.config.swap import JobConfig
 from infinity.errors import ConfigError, refusing
 from infinity.integrations.rollouts import generates
 from infinity.integrations.sampler import ServerSampler
 from infinity.tools.training.job_data import JobData
 
-_TRAINERS: dict[Method, str] = {
-    "dpo": "DPOTrainer",
-    "reward": "RewardTrainer",
-    "classify": "Trainer",
-    "grpo": "GRPOTrainer",
-    "rloo": "RLOOTrainer",
-    "diffusion": "Trainer",
-}
 
-
-def trainer_class(method: Method) -> Any:
-    """Returns the class of TRL or transformers that makes the steps."""
+def classes_of(train: Train) -> tuple[Any, Any]:
+    """Returns the class of TRL or transformers that makes the steps, and that of its arguments."""
     import transformers
     import trl
 
-    name = _TRAINERS.get(method, "SFTTrainer")
-    return getattr(transformers if name == "Trainer" else trl, name)
-
-
-def _arguments_class(method: Method) -> Any:
-    import transformers
-    import trl
-
-    name = _TRAINERS.get(method, "SFTTrainer").removesuffix("Trainer")
-    return getattr(trl, f"{name}Config") if name else transformers.TrainingArguments
+    name = train.facts.trainer
+    if name == "Trainer":
+        return transformers.Trainer, transformers.TrainingArguments
+    return getattr(trl, name), getattr(trl, f"{name.removesuffix('Trainer')}Config")
 
 
 def measure_prompts(trainer: Any, config: JobConfig) -> tuple[int, int, str]:
@@ -193,7 +178,7 @@ def trainer_arguments(config: JobConfig, data: JobData) -> Any:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    if _TRAINERS.get(train.method) != "Trainer" and train.grpo is None:
+    if train.facts.trainer != "Trainer" and train.grpo is None:
         options |= {"max_length": config.data.sequence_length}
     if train.diffusion is not None:
         options |= {"remove_unused_columns": False, "label_names": ["moments"]}
@@ -201,7 +186,7 @@ def trainer_arguments(config: JobConfig, data: JobData) -> Any:
         options |= arguments_of(train.grpo, config)
     elif train.method == "dpo":
         options |= {"beta": train.dpo_beta}
-    elif train.method in ("sft", "distill"):
+    elif train.facts.trainer == "SFTTrainer":
         if data.is_ready:
             options |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
             options |= {"remove_unused_columns": False}
@@ -212,7 +197,7 @@ def trainer_arguments(config: JobConfig, data: JobData) -> Any:
             and config.data.assistant_only_loss
             and "messages" in data.train.column_names,
         }
-    made = _arguments_class(train.method)(**options)
+    made = classes_of(train)[1](**options)
     if made.n_gpu > 1:  # One process uses one GPU, where Trainer would take all that it sees.
         vars(made)["_n_gpu"] = 1
     return made

@@ -117,7 +117,7 @@ def _headed(hf_config: Any, train: Train | None, where: str, *, trusts_code: boo
     """Gives the configuration the labels that `train` asks for. Returns the class of a model that
     scores sequences, or None. Raises ConfigError if transformers has no such class, and for a
     head that knows other labels."""
-    scores = train is not None and train.has_head
+    scores = train is not None and train.facts.has_head
     kind = auto_class(hf_config, where, trusts_code=trusts_code, scores=scores)
     if train is None or not scores:
         return None
@@ -172,8 +172,7 @@ def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig
         beside = [(c.adapter, c.model.seed) for c in others if c.adapter and c.model]
         model = attach_adapter(model, config.adapter, *beside, base=plan.weights, seed=seed)
         refuse_tokens_of_head(model)
-        has_reference = config.train.method not in ("sft", "distill", "reward", "classify")
-        if has_reference and CHOSEN.get(model):
+        if config.train.facts.has_reference and CHOSEN.get(model):
             raise ConfigError(
                 f'train.method: "{config.train.method}" may compare with the model without its '
                 "adapter, which would have the experts that are trained in full; expected "
@@ -202,7 +201,7 @@ def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = Fal
 
 def _refuse_other_logits(hf_config: Any, train: Train | None, where: str) -> None:
     is_other = hf_config.model_type in OTHER_LOGITS
-    if is_other and not (train is not None and train.has_head):
+    if is_other and not (train is not None and train.facts.has_head):
         raise ConfigError(
             f"{where}: TRL computes a loss from the head and the last hidden states, and the "
             f"logits of {hf_config.model_type!r} are others, so it would learn from another loss; "

@@ -16,6 +16,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from infinity.config.schema.train import METHODS, Method
 from infinity.errors import ConfigError, refusing
 from infinity.tools.training.chat import CHATML, encode_chats
 from infinity.tools.training.conversation import (
@@ -35,14 +36,7 @@ from infinity.tools.training.images import place_images
 
 _log = logging.getLogger("infinity")
 
-# The records of methods that learn no text files, in words.
-NEEDS: dict[str, str] = {
-    "dpo": "chosen and rejected",
-    "reward": "chosen and rejected",
-    "classify": "text and label",
-    "grpo": "a prompt",
-    "rloo": "a prompt",
-}
+_PREFERENCES = METHODS["dpo"].records
 MASKS = ("labels", "assistant_masks", "completion_mask", "seq_lengths")
 
 Kind = Literal["conversations", "completions", "preferences", "texts", "tokens", "labelled texts"]
@@ -148,12 +142,12 @@ def needed_columns(columns: Sequence[str]) -> list[str]:
     return [name for name in columns if name in (*wanted, *beside, *_REFUSED)]
 
 
-def kind_of(dataset: Any, *, method: str, place: str) -> Kind:
+def kind_of(dataset: Any, *, method: Method, place: str) -> Kind:
     """Returns the kind of records by their columns. Raises ConfigError for other columns, and for
     a kind that `train.method` cannot learn."""
     kind = kind_of_columns(dataset.column_names, place)
-    if (kind == "preferences") != (method in ("dpo", "reward")):
-        remedy = "expected chosen and rejected"
+    if (kind == "preferences") != (METHODS[method].records == _PREFERENCES):
+        remedy = f"expected {_PREFERENCES}"
         if kind == "preferences":
             remedy = 'set train.method = "dpo" or "reward"'
         raise ConfigError(

@@ -41,11 +41,11 @@ from infinity.tools.training.divergence import give_head, taught
 from infinity.tools.training.job_data import JobData, check_amount
 from infinity.tools.training.latents import cache_of, collate
 from infinity.tools.training.methods import (
+    classes_of,
     give_reference,
     measuring,
     rewards_of,
     trainer_arguments,
-    trainer_class,
 )
 from infinity.tools.training.metrics import digest, digests_of_rows
 from infinity.tools.training.ranks import JobRank
@@ -121,10 +121,10 @@ def make_trainer(
     from transformers import EarlyStoppingCallback, PrinterCallback
 
     grpo = config.train.grpo
-    base = trainer_class(config.train.method)
+    base, _ = classes_of(config.train)
     kind = type(base.__name__, (RunTrainer, base), {"__module__": base.__module__})
     processing: Any = data.processor or (tokenizer and tokenizer.for_records())
-    if config.train.has_head:  # Which finds the end of a sequence by this token.
+    if config.train.facts.has_head:  # Which finds the end of a sequence by this token.
         processing.pad_token = processing.pad_token or processing.eos_token
         model.config.get_text_config().pad_token_id = processing.pad_token_id
     own: dict[str, Any] = {} if grpo is None else {"reward_funcs": rewards_of(grpo)}
