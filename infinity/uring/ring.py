@@ -1,5 +1,5 @@
 """One ring: a submission queue, a completion queue, and the operations in flight; the numbers of
-its flags, and how an operation names memory and files."""
+its flags, and how an operation names memory."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ OPCODES = (
 )  # fmt: skip
 
 
-# -- Memory and files as operations of a ring name them: plain or registered -----------------------
+# -- Memory as operations of a ring name it: plain or registered -----------------------------------
 
 
 class Raw(NamedTuple):
@@ -136,14 +136,7 @@ class RegisteredBuffer(NamedTuple):
         return RegisteredBuffer(self.index, self.address + offset_nbytes, nbytes)
 
 
-class RegisteredFile(NamedTuple):
-    """A file that the ring keeps open, by its index in the ring's table."""
-
-    index: int  # type: ignore[assignment]  # Hides tuple.index, which no caller uses.
-
-
 Memory: TypeAlias = "Buffer | Raw | RegisteredBuffer"
-File: TypeAlias = int | RegisteredFile
 
 
 # -- The ring --------------------------------------------------------------------------------------
@@ -280,38 +273,13 @@ class Ring:
         check(answer, "io_uring_register(UNREGISTER_BUFFERS)")
         self._registered = []
 
-    def register_files(self, fds: Sequence[int]) -> list[RegisteredFile]:
-        """Adds a reference of the ring to every file of `fds`. Raises RingError."""
-        answer = self._lib.io_uring_register_files(self._live(), list(fds), len(fds))
-        check(answer, "io_uring_register(FILES)")
-        return [RegisteredFile(index) for index in range(len(fds))]
-
-    def unregister_files(self) -> None:
-        """Drops the references to registered files. Raises RingError."""
-        answer = self._lib.io_uring_unregister_files(self._live())
-        check(answer, "io_uring_register(UNREGISTER_FILES)")
-
-    def nop(self, *, token: Any = None) -> None:
-        """Prepares an operation that does nothing."""
-        entry = self._entry()
-        self._lib.io_uring_prep_nop(entry)
-        self._finish(entry, token)
-
-    def read(self, file: File, memory: Memory, offset_nbytes: int, *, token: Any = None) -> None:
+    def read(self, file: int, memory: Memory, offset_nbytes: int, *, token: Any = None) -> None:
         """Prepares a read that fills `memory`. Raises RingError (EBUSY) when the queue is full."""
         self._transfer(file, memory, offset_nbytes, token, is_write=False)
 
-    def write(self, file: File, memory: Memory, offset_nbytes: int, *, token: Any = None) -> None:
+    def write(self, file: int, memory: Memory, offset_nbytes: int, *, token: Any = None) -> None:
         """Prepares a write of all of `memory`. Raises RingError (EBUSY) when the queue is full."""
         self._transfer(file, memory, offset_nbytes, token, is_write=True)
-
-    def fsync(self, file: File, *, data_only: bool = False, token: Any = None) -> None:
-        """Prepares an fsync, or an fdatasync. It is not ordered after other operations."""
-        fd = _descriptor(file)
-        entry = self._entry()
-        flags = self._lib.IORING_FSYNC_DATASYNC if data_only else 0
-        self._lib.io_uring_prep_fsync(entry, fd, flags)
-        self._finish(entry, token, file=file)
 
     def submit(self) -> int:
         """Submits the prepared operations. Returns how many the kernel took. Raises RingError."""
@@ -375,12 +343,13 @@ class Ring:
         return self._ring
 
     def _transfer(
-        self, file: File, memory: Memory, offset_nbytes: int, token: Any, *, is_write: bool
+        self, file: int, memory: Memory, offset_nbytes: int, token: Any, *, is_write: bool
     ) -> None:
         # Arguments are checked before an entry is taken: an entry cannot be returned.
         if not 0 <= offset_nbytes <= _MAX_OFFSET:
             raise ValueError(f"{offset_nbytes=}, expected 0..2**64 - 1")
-        fd = _descriptor(file)
+        if not -(2**31) <= file < 2**31:
+            raise ValueError(f"{file} cannot be a file descriptor")
         pointer, nbytes = self._memory(memory, is_written=not is_write)
         entry = self._entry()
         if isinstance(memory, RegisteredBuffer):
@@ -389,11 +358,14 @@ class Ring:
                 if is_write
                 else self._lib.io_uring_prep_read_fixed
             )
-            prepare(entry, fd, pointer, nbytes, offset_nbytes, memory.index)
+            prepare(entry, file, pointer, nbytes, offset_nbytes, memory.index)
         else:
             prepare = self._lib.io_uring_prep_write if is_write else self._lib.io_uring_prep_read
-            prepare(entry, fd, pointer, nbytes, offset_nbytes)
-        self._finish(entry, token, file=file, memory=pointer)
+            prepare(entry, file, pointer, nbytes, offset_nbytes)
+        entry.user_data = self._next_id
+        self._operations[self._next_id] = (token, pointer)
+        self._next_id += 1
+        self._num_prepared += 1
 
     def _memory(self, memory: Memory, *, is_written: bool) -> tuple[Any, int]:
         """Returns a pointer, which keeps memory with the buffer protocol alive, and the size."""
@@ -415,16 +387,6 @@ class Ring:
                 f"all {self.num_entries} entries are prepared, submit() first",
             )
         return entry
-
-    def _finish(
-        self, entry: Any, token: Any, *, file: File | None = None, memory: Any = None
-    ) -> None:
-        if isinstance(file, RegisteredFile):
-            entry.flags |= self._lib.IOSQE_FIXED_FILE
-        entry.user_data = self._next_id
-        self._operations[self._next_id] = (token, memory)
-        self._next_id += 1
-        self._num_prepared += 1
 
     def _wait_once(self, num: int, deadline_s: float | None) -> None:
         """Waits in the kernel once. A signal ends the wait, so that Python's handlers can run."""
@@ -449,10 +411,3 @@ class Ring:
             taken.append(Completion(token, cqe.res, cqe.flags))
         self._lib.io_uring_cq_advance(self._ring, num)
         return taken
-
-
-def _descriptor(file: File) -> int:
-    fd = file.index if isinstance(file, RegisteredFile) else file
-    if not -(2**31) <= fd < 2**31:
-        raise ValueError(f"{fd} cannot be a file descriptor")
-    return fd

@@ -17,15 +17,13 @@ MODULE = "infinity._uring"
 DECLARATIONS = """
 struct io_uring_params { uint32_t sq_entries, cq_entries, flags, features; ...; };
 struct io_uring { int ring_fd; ...; };
-struct io_uring_sqe { uint8_t flags; uint64_t user_data; ...; };
+struct io_uring_sqe { uint64_t user_data; ...; };
 struct io_uring_cqe { uint64_t user_data; int32_t res; uint32_t flags; };
 struct io_uring_probe_op { uint8_t op; uint16_t flags; ...; };
 struct io_uring_probe { uint8_t last_op, ops_len; struct io_uring_probe_op ops[]; ...; };
 struct __kernel_timespec { int64_t tv_sec; long long tv_nsec; };
 struct iovec { void *iov_base; size_t iov_len; };
 
-#define IOSQE_FIXED_FILE ...
-#define IORING_FSYNC_DATASYNC ...
 #define IO_URING_OP_SUPPORTED ...
 
 int io_uring_queue_init_params(unsigned, struct io_uring *, struct io_uring_params *);
@@ -36,17 +34,13 @@ void io_uring_free_probe(struct io_uring_probe *);
 
 int io_uring_register_buffers(struct io_uring *, const struct iovec *, unsigned);
 int io_uring_unregister_buffers(struct io_uring *);
-int io_uring_register_files(struct io_uring *, const int *, unsigned);
-int io_uring_unregister_files(struct io_uring *);
 
 struct io_uring_sqe *io_uring_get_sqe(struct io_uring *);
 unsigned io_uring_sq_space_left(const struct io_uring *);
-void io_uring_prep_nop(struct io_uring_sqe *);
 void io_uring_prep_read(struct io_uring_sqe *, int, void *, unsigned, uint64_t);
 void io_uring_prep_write(struct io_uring_sqe *, int, const void *, unsigned, uint64_t);
 void io_uring_prep_read_fixed(struct io_uring_sqe *, int, void *, unsigned, uint64_t, int);
 void io_uring_prep_write_fixed(struct io_uring_sqe *, int, const void *, unsigned, uint64_t, int);
-void io_uring_prep_fsync(struct io_uring_sqe *, int, unsigned);
 
 int io_uring_submit(struct io_uring *);
 int io_uring_wait_cqes(struct io_uring *, struct io_uring_cqe **, unsigned,
