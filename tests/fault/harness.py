@@ -1,8 +1,4 @@
-"""A training loop over tiny models, and a storage engine that fails on command.
-
-`steps(...)` is one loop for both sides: a plain model with torch's fused AdamW, and an offloaded
-one.
-"""
+"""A training loop over tiny models, and a storage engine that fails on command."""
 
 from __future__ import annotations
 
@@ -27,6 +23,7 @@ from infinity.storage.protocol import Operation, Priority, Segment, StorageEngin
 from infinity.testing.faulty_engine import WrappedEngine
 from tests.support import offloading
 from tests.support.models import Mlp
+from tests.support.two_sides import Side
 
 WIDTH = 96  # A block of it is some 150 KiB: larger than a chunk of the update.
 
@@ -176,23 +173,21 @@ def _sum_of_squares(tree: Any) -> Tensor:
     return torch.stack(parts).sum()
 
 
-RECIPE: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 MAX_NORM = 0.5
 
 
 def plain_steps(model: nn.Module, count: int) -> Named:
     """Weights after `count` steps of plain PyTorch."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **RECIPE)
+    side = Side(model, is_plain=True)
+    side.adamw()
     for step in range(count):
         loss_of(model, step).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+        side.step(MAX_NORM)
+    return side.values()
 
 
 def optimizer_of(model: nn.Module) -> infinity.AdamW:
-    return infinity.AdamW(model, max_grad_norm=MAX_NORM, **RECIPE)
+    return infinity.AdamW(model, lr=1e-2, weight_decay=0.1, max_grad_norm=MAX_NORM)
 
 
 def offloaded_step(model: nn.Module, optimizer: infinity.AdamW, step: int) -> None:
@@ -210,8 +205,7 @@ def offloaded_steps(model: nn.Module, count: int) -> Named:
 
 
 def weights_of(model: nn.Module) -> Named:
-    engine = infinity.engine_of(model)
-    return {name: engine.read_parameter(name) for name in engine.parameter_names()}
+    return Side(model).values()
 
 
 # -- What must hold after a failure ----------------------------------------------------------------

@@ -21,7 +21,7 @@ from tests.support.exhaustive import sampled
 from tests.support.forked import run_script
 from tests.support.two_sides import (
     Clip,
-    Run,
+    Side,
     compare,
     config_of,
     idle_drives,
@@ -73,18 +73,18 @@ def config_for(updates: str, directory: Path, **changes: Any) -> dict[str, Any]:
     return config_of(directory, schedule={"updates": updates}, **changes)
 
 
-def run_of(model: nn.Module) -> Run:
-    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+def run_of(model: nn.Module) -> Side:
+    return Side(model, infinity.AdamW(model, lr=1e-2))
 
 
-def values_of(run: Run) -> list[torch.Tensor]:
+def values_of(run: Side) -> list[torch.Tensor]:
     try:
         return [*run.values().values()]
     except StorageError:  # One read fails; a look at the values may have asked for it.
         return [*run.values().values()]
 
 
-def go_on(run: Run, clip: Clip) -> bool:
+def go_on(run: Side, clip: Clip) -> bool:
     """The steps that are left; the first one again if a read failed in it. Returns whether none
     did."""
     is_whole, first = True, BEFORE
@@ -251,7 +251,7 @@ def test_a_run_that_is_killed_with_state_on_its_way_goes_on_from_what_was_saved_
 def test_checkpoints_that_go_meanwhile_leave_the_old_state(swap_directory: Path, who: str) -> None:
     """A thread that copies a checkpoint ends, and releases what removed checkpoints have held."""
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         losses = steps(run, BEFORE)
 
         def release(_: torch.Tensor) -> None:
@@ -290,7 +290,7 @@ def test_a_step_whose_older_updates_fail_has_decided_nothing(
             raise StorageError(EIO, operation="read", path="")
         real(updater, unit, **named)
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         losses = steps(run, BEFORE)
         run.model.skipped = {1, 2, 3}
         run.backward(BEFORE)

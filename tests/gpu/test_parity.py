@@ -20,16 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity.harness import (
-    Named,
-    OffloadedSide,
-    PlainSide,
-    Plan,
-    Record,
-    assert_same_run,
-    held_units,
-    run,
-)
+from parity.harness import Plan, Record, Side, assert_same_run, held_units, run
 from parity.zoo import ZOO, Entry
 from torch import Tensor, nn
 
@@ -49,35 +40,29 @@ NAMES = [
 ]  # fmt: skip
 
 
-class HostUpdatedSide(PlainSide):
+class HostUpdatedSide(Side):
     """A plain model on the device whose optimizer steps a twin on the host."""
 
     def __init__(self, model: nn.Module, twin: nn.Module) -> None:
-        super().__init__(model.to(CUDA))
+        super().__init__(model.to(CUDA), is_plain=True)
         self.twin = twin
 
-    def optimizer(self, groups: Any, plan: Plan) -> torch.optim.Optimizer:
-        return super().optimizer(self.twin.parameters(), plan)
+    def adamw(self, groups: Any = None, **options: Any) -> Any:
+        return super().adamw(self.twin.parameters(), **options)
 
-    def step(self, optimizer: torch.optim.Optimizer, plan: Plan) -> Tensor | None:
+    def update(self, max_norm: float | None = None) -> Tensor | None:
         pairs = list(zip(self.model.parameters(), self.twin.parameters(), strict=True))
         for ours, theirs in pairs:
             theirs.grad = None if ours.grad is None else ours.grad.cpu()
         norm = None
-        if plan.max_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.twin.parameters(), plan.max_norm)
-        optimizer.step()
+        if max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.twin.parameters(), max_norm)
+        self.optimizer.step()
         with torch.no_grad():
             for ours, theirs in pairs:
                 ours.copy_(theirs)
                 ours.grad = None
         return norm
-
-    def gradients(self) -> Named:
-        return {name: None if g is None else g.cpu() for name, g in super().gradients().items()}
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: weight.cpu() for name, weight in super().weights().items()}
 
 
 def reference(entry: Entry, plan: Plan) -> Record:
@@ -98,7 +83,7 @@ def test_trains_like_plain_pytorch(name: str, swap_directory: Path) -> None:
     config = cuda_config(swap_directory, placement="nvme")
     with offloaded(entry.build(0), config) as model:
         assert next(model.parameters()).device.type == CUDA
-        assert_same_run(expected, run(entry, OffloadedSide(model), plan, device=CUDA))
+        assert_same_run(expected, run(entry, Side(model), plan, device=CUDA))
 
 
 def _decoder(seed: int) -> nn.Module:
@@ -135,7 +120,7 @@ def test_every_placement_has_the_same_bits(
         unit_nbytes = sum(p.numel() * 4 for p in _decoder(0).blocks[0].parameters())
         config["tiers"]["device"]["capacity"] = 3 * unit_nbytes + (1 << 20)
     with offloaded(entry.build(0), config) as model:
-        record = run(entry, OffloadedSide(model), plan, device=CUDA)
+        record = run(entry, Side(model), plan, device=CUDA)
     assert_same_run(_long_reference(entry, plan), record)
 
 

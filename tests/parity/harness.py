@@ -1,8 +1,9 @@
 """Running the same loop twice: over a plain model and over an offloaded one, and comparing bits.
 
 `run` is one ordinary PyTorch training loop. What differs between the sides is only how gradients
-and weights are looked at (`PlainSide`, `OffloadedSide`) and which optimizer class is built, so that
-a difference in the outcome is a difference in the engine.
+and weights are looked at and which optimizer class is built (`Side`), so that a difference in the
+outcome is a difference in the engine. A *scenario* is any function of a side that trains in some way
+and returns what it saw, by name; `compare` runs it on both sides and asks for the same bits.
 
 Everything compared is compared with `torch.equal`: there is no tolerance in this folder except
 where a docstring derives one.
@@ -11,8 +12,9 @@ where a docstring derives one.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -22,11 +24,10 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import CapacityError
 from tests.support.bits import differences
-from tests.support.offloading import offloaded
+from tests.support.offloading import offloaded, swap_config
+from tests.support.two_sides import Named, Side, held_units
 
-from .zoo import Entry
-
-Named = dict[str, Tensor | None]
+from .zoo import ZOO, Entry, module_loss
 
 
 def seed_everything(seed: int) -> None:
@@ -72,89 +73,6 @@ class Record:
     tokens: Tensor | None = None
 
 
-class PlainSide:
-    """The reference: nothing but PyTorch, with the fused AdamW."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def optimizer(self, groups: Any, plan: Plan) -> torch.optim.Optimizer:
-        self._groups = groups
-        return torch.optim.AdamW(groups, lr=plan.lr, weight_decay=plan.weight_decay, fused=True)
-
-    def step(self, optimizer: torch.optim.Optimizer, plan: Plan) -> Tensor | None:
-        norm = None
-        if plan.max_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), plan.max_norm)
-        optimizer.step()
-        return norm
-
-    def gradients(self) -> Named:
-        return {
-            name: None if parameter.grad is None else parameter.grad.clone()
-            for name, parameter in self.model.named_parameters()
-        }
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-    def settled(self) -> None:
-        pass
-
-
-class OffloadedSide:
-    """The engine, used as its users do."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def optimizer(self, groups: Any, plan: Plan) -> torch.optim.Optimizer:
-        return infinity.AdamW(
-            groups, lr=plan.lr, weight_decay=plan.weight_decay, max_grad_norm=plan.max_norm
-        )
-
-    def step(self, optimizer: torch.optim.Optimizer, plan: Plan) -> Tensor | None:
-        optimizer.step()
-        return optimizer.grad_norm if plan.max_norm is not None else None
-
-    # One unit at a time: the budgets of these tests do not hold the whole model.
-
-    def gradients(self) -> Named:
-        return self._copies(lambda parameter: parameter.grad)
-
-    def weights(self) -> dict[str, Tensor]:
-        found = self._copies(lambda parameter: parameter)
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _copies(self, shown: Callable[[Tensor], Tensor | None]) -> Named:
-        """Copies on the host of what is shown of every parameter, in the model's order."""
-        engine = infinity.engine_of(self.model)
-        handles = dict(self.model.named_parameters())
-        together: dict[tuple[int, ...], list[str]] = {}
-        for name, handle in handles.items():
-            units = tuple(param.unit.index for param in engine.params_of([handle]))
-            together.setdefault(units, []).append(name)
-        found: Named = dict.fromkeys(handles)
-        for names in together.values():
-            with infinity.gather([handles[name] for name in names]):
-                for name in names:
-                    value = shown(self.model.get_parameter(name))
-                    found[name] = None if value is None else value.detach().clone().cpu()
-        return found
-
-    def settled(self) -> None:
-        in_use = held_units(self.model)
-        assert not in_use, f"still held after the backward: {in_use}"
-
-
-Side = PlainSide | OffloadedSide
-
-
-def held_units(model: nn.Module) -> list[str]:
-    """Units that some forward or backward has not given back."""
-    return list(infinity.engine_of(model).resident_units())
-
-
 def to_device(batch: Any, device: torch.device | str) -> Any:
     """The batch with every tensor on `device`."""
     if isinstance(batch, Tensor):
@@ -179,7 +97,9 @@ def run(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = scheduler = None
     if plan.updates:
-        optimizer = side.optimizer(model.parameters() if groups is None else groups(model), plan)
+        optimizer = side.adamw(
+            None if groups is None else groups(model), lr=plan.lr, weight_decay=plan.weight_decay
+        )
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: 1.0 / (1 + 0.1 * step) if plan.scheduled else 1.0
         )
@@ -194,7 +114,7 @@ def run(
             side.settled()
         record.gradients.append(side.gradients())
         if optimizer is not None and scheduler is not None:
-            norm = side.step(optimizer, plan)
+            norm = side.update(plan.max_norm)
             if norm is not None:
                 record.norms.append(norm.detach().clone().cpu())
             scheduler.step()
@@ -274,7 +194,7 @@ def smallest_host_nbytes(
 
 def plain_run(entry: Entry, plan: Plan, *, seed: int = 0, **options: Any) -> Record:
     """The reference: a fresh copy of the model, trained by PyTorch alone."""
-    return run(entry, PlainSide(entry.build(seed)), plan, **options)
+    return run(entry, Side(entry.build(seed), is_plain=True), plan, **options)
 
 
 def offloaded_run(
@@ -288,4 +208,81 @@ def offloaded_run(
 ) -> Record:
     """The same training under the engine. `device_adapter` is `offload`'s `device` argument."""
     with offloaded(entry.build(seed), config, device=device_adapter) as model:
-        return run(entry, OffloadedSide(model), plan, **options)
+        return run(entry, Side(model), plan, **options)
+
+
+# --- scenarios: functions of a side that train in some way and return what they saw, by name ------
+
+Scenario = Callable[[Side], Named]
+
+
+def decoder(seed: int = 0) -> nn.Module:
+    return ZOO["TinyDecoder"].build(seed)
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    return ZOO["Mlp"].build(seed)
+
+
+def conditional(seed: int = 0) -> nn.Module:
+    return ZOO["Conditional"].build(seed)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    seed_everything(seed)
+    return module_loss(model, model.inputs(seed))
+
+
+def trained(
+    side: Side,
+    loss: Callable[[Any, int], Tensor] = loss_of,
+    *,
+    steps: int = 3,
+    micro: int | Sequence[int] = 1,
+    max_norm: float | None = None,
+    lr: float = 1e-2,
+    groups: Callable[[nn.Module], Any] | None = None,
+    before: Callable[[int], object] = lambda step: None,
+    after: Callable[[int, Any], object] = lambda step, optimizer: None,
+    clear: Callable[[Any], object] = lambda optimizer: optimizer.zero_grad(),
+) -> Named:
+    """A loop over steps of `micro` backwards each, or each as many as the list says.
+
+    Returns losses, gradients of every backward, norms of every step, and what `finish` adds. `before` is called
+    before a step's first forward, `after` when its gradients have been cleared by `clear`.
+    """
+    seen: Named = {}
+    optimizer = side.adamw(None if groups is None else groups(side.model), lr=lr)
+    counts = [micro] * steps if isinstance(micro, int) else micro
+    for step, count in enumerate(counts):
+        before(step)
+        for index in range(count):
+            value = loss(side.model, step if count == 1 else 10 * step + index)
+            value.backward()
+            seen[f"loss {step} {index}"] = value.detach()
+            side.settled()
+            seen.update({f"{step} {index} {name}": g for name, g in side.gradients().items()})
+        norm = side.update(max_norm)
+        seen[f"norm {step}"] = None if norm is None else norm.detach().clone()
+        clear(optimizer)
+        after(step, optimizer)
+    return finish(side, seen)
+
+
+def finish(side: Side, seen: Named) -> Named:
+    """What a scenario returns: what it saw, and the final weights and gradients."""
+    seen.update({f"weight {name}": tensor for name, tensor in side.weights().items()})
+    seen.update({f"gradient {name}": tensor for name, tensor in side.gradients().items()})
+    return seen
+
+
+def compare(
+    scenario: Scenario, build: Callable[[], nn.Module], directory: Path, **options: Any
+) -> None:
+    """The scenario sees the same bits on both sides, and no unit stays in use."""
+    expected = scenario(Side(build(), is_plain=True))
+    with offloaded(build(), swap_config(directory, **options)) as model:
+        came = scenario(Side(model))
+        assert not held_units(model)
+    found = differences(expected, came)
+    assert not found, "not the same bits\n  " + "\n  ".join(found[:6])

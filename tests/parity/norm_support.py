@@ -10,14 +10,14 @@ import torch
 import infinity
 from infinity.state.units import TensorSpec
 from infinity.streaming.gradients.tensors import CompleteSums, TensorGradient
-from tests.support.two_sides import Run
+from tests.support.two_sides import Side
 
 
-def norms_of(run: Run) -> CompleteSums:
+def norms_of(run: Side) -> CompleteSums:
     return infinity.engine_of(run.model).gradients.norms
 
 
-def told_by(run: Run, names: list[str]) -> None:
+def told_by(run: Side, names: list[str]) -> None:
     """Appends the name of the thread that computes each norm."""
     norms = norms_of(run)
     measure = norms.measure
@@ -29,7 +29,7 @@ def told_by(run: Run, names: list[str]) -> None:
     norms.measure = told
 
 
-def tasks_of(run: Run) -> list[TensorGradient]:
+def tasks_of(run: Side) -> list[TensorGradient]:
     """The sums whose norms have a task, which may be over."""
     gradients = infinity.engine_of(run.model).gradients
     return [known for known in gradients._tensors.values() if known.task is not None]
@@ -39,7 +39,7 @@ def is_over(known: TensorGradient) -> bool:
     return known.task is None or known.task._future.done()
 
 
-def let_norms_finish(run: Run) -> None:
+def let_norms_finish(run: Side) -> None:
     engine, deadline_s = infinity.engine_of(run.model), time.monotonic() + 60
     with engine._lock:
         engine.gradients.finish_copies()

@@ -14,12 +14,12 @@ from infinity.streaming.gradients.leaving import GradientStaging, LeavingGradien
 from infinity.streaming.gradients.store import GradientStore
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.streams import StreamCopy
-from tests.support.two_sides import Run, compare, offloaded
+from tests.support.two_sides import Side, compare, offloaded
 
 NUM_STEPS, NUM_BACKWARDS = 3, 3
 
 
-def accumulating(run: Run) -> list[torch.Tensor]:
+def accumulating(run: Side) -> list[torch.Tensor]:
     for step in range(NUM_STEPS):
         for number in range(NUM_BACKWARDS):
             run.backward(10 * step + number)
@@ -29,7 +29,7 @@ def accumulating(run: Run) -> list[torch.Tensor]:
     return []
 
 
-def late(directory: Path, **changes: Any) -> Run:
+def late(directory: Path, **changes: Any) -> Side:
     return offloaded(directory, device=SimulatedDevice(5, delay_s=1e-3), **changes)
 
 
@@ -88,7 +88,7 @@ def test_two_staging_blocks_suffice(swap_directory: Path, monkeypatch: pytest.Mo
 
 
 def test_gradients_that_are_dropped_meanwhile_leave_nothing(swap_directory: Path) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         run.backward(0, 1)
         run.optimizer.zero_grad()
         run.backward(2, 3)

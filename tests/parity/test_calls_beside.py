@@ -35,14 +35,7 @@ from tests.support.exhaustive import covering, sampled
 from tests.support.hooks import harmless
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import (
-    Named,
-    OffloadedSide,
-    PlainSide,
-    held_units,
-    seed_everything,
-    smallest_host_nbytes,
-)
+from .harness import Named, Side, held_units, seed_everything, smallest_host_nbytes
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
@@ -115,7 +108,7 @@ def plain(
         loss = loss_of(model, ids)
         loss.backward()
         losses.append(loss.item())
-    return losses, PlainSide(model).gradients()
+    return losses, Side(model, is_plain=True).gradients()
 
 
 def layer_major(
@@ -132,7 +125,7 @@ def layer_major(
             model, lambda ids: loss_of(model, ids.to(place)), BATCHES[:count]
         )
         assert not held_units(model)
-        return [loss.item() for loss in losses], OffloadedSide(model).gradients()
+        return [loss.item() for loss in losses], Side(model).gradients()
 
 
 REFERENCES = {"disabled": of_disabled, "ref": of_reference, "eval": in_evaluation}

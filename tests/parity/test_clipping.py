@@ -19,32 +19,32 @@ from infinity.streaming.updates.updater import Updater
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support import two_sides
 from tests.support.exhaustive import sampled
-from tests.support.two_sides import Model, Run, idle_drives, loss_of, make, plain_run
+from tests.support.two_sides import Model, Side, idle_drives, loss_of, make, plain_run
 
 SMALL, LARGE = 1e-3, 1e6
 CLIPPED = (SMALL, 0.5, LARGE)
 
 Clip = Callable[..., torch.Tensor]
-Program = Callable[[Run, Clip], list[torch.Tensor]]
+Program = Callable[[Side, Clip], list[torch.Tensor]]
 
 
-def parameters(run: Run, *names: str) -> list[Any]:
+def parameters(run: Side, *names: str) -> list[Any]:
     modules = [run.model.get_submodule(name) for name in names] or [run.model]
     return [parameter for module in modules for parameter in module.parameters()]
 
 
-def backward(run: Run, number: int) -> torch.Tensor:
+def backward(run: Side, number: int) -> torch.Tensor:
     loss = loss_of(run.model, number)
     loss.backward()
     return loss.detach().clone()
 
 
-def end(run: Run) -> None:
+def end(run: Side) -> None:
     run.optimizer.step()
     run.optimizer.zero_grad()
 
 
-def read(run: Run) -> list[torch.Tensor]:
+def read(run: Side) -> list[torch.Tensor]:
     return [p.grad.clone() for p in parameters(run) if p.grad is not None]
 
 
@@ -55,71 +55,71 @@ def noise(p: Any) -> torch.Tensor:
 # -- What happens between the backward and the step ------------------------------------------------
 
 
-def all_of_it(run: Run, clip: Clip) -> list[torch.Tensor]:
+def all_of_it(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [clip(parameters(run), SMALL)]
 
 
-def in_another_order(run: Run, clip: Clip) -> list[torch.Tensor]:
+def in_another_order(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [clip(reversed(parameters(run)), SMALL)]
 
 
-def a_generator(run: Run, clip: Clip) -> list[torch.Tensor]:
+def a_generator(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [clip((p for p in parameters(run)), SMALL)]
 
 
-def one_parameter(run: Run, clip: Clip) -> list[torch.Tensor]:
+def one_parameter(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [clip(parameters(run)[3], SMALL)]
 
 
-def a_part(run: Run, clip: Clip) -> list[torch.Tensor]:
+def a_part(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [clip(parameters(run, "blocks.1", "head"), SMALL), *read(run)]
 
 
-def parts_by_their_own_norms(run: Run, clip: Clip) -> list[torch.Tensor]:
+def parts_by_their_own_norms(run: Side, clip: Clip) -> list[torch.Tensor]:
     parts = ("blocks.0", SMALL), ("blocks.1.up", 0.01), ("blocks.2", LARGE), ("head", 0.1)
     return [clip(parameters(run, name), max_norm) for name, max_norm in parts]
 
 
-def parts_of_one_unit(run: Run, clip: Clip) -> list[torch.Tensor]:
+def parts_of_one_unit(run: Side, clip: Clip) -> list[torch.Tensor]:
     weight, *others = parameters(run, "blocks.2")
     return [clip([weight], SMALL), clip(others, 0.01)]
 
 
-def one_part_twice(run: Run, clip: Clip) -> list[torch.Tensor]:
+def one_part_twice(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [clip(parameters(run, "blocks.1"), m) for m in (0.05, SMALL)] + [
         clip(parameters(run), 0.01)
     ]
 
 
-def a_parameter_named_twice(run: Run, clip: Clip) -> list[torch.Tensor]:
+def a_parameter_named_twice(run: Side, clip: Clip) -> list[torch.Tensor]:
     first, second, *_ = parameters(run)
     return [clip([first, second, first], SMALL), *read(run)]
 
 
-def nothing_that_has_a_gradient(run: Run, clip: Clip) -> list[torch.Tensor]:
+def nothing_that_has_a_gradient(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [clip([], SMALL)]
 
 
-def other_norms(run: Run, clip: Clip) -> list[torch.Tensor]:
+def other_norms(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [
         clip(parameters(run), 0.1, norm_type=float("inf")),
         clip(parameters(run, "blocks.0"), SMALL, norm_type=1),
     ]
 
 
-def to_zero(run: Run, clip: Clip) -> list[torch.Tensor]:
+def to_zero(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [clip(parameters(run, "head"), 0.0), *read(run)]
 
 
-def to_infinity(run: Run, clip: Clip) -> list[torch.Tensor]:
+def to_infinity(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [clip(parameters(run), float("inf")), *read(run)]
 
 
-def then_read(run: Run, clip: Clip) -> list[torch.Tensor]:
+def then_read(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [clip(parameters(run), SMALL), *read(run), *read(run)]
 
 
-def then_noise(run: Run, clip: Clip) -> list[torch.Tensor]:
+def then_noise(run: Side, clip: Clip) -> list[torch.Tensor]:
     norm = clip(parameters(run), SMALL)
     with torch.no_grad():
         for p in parameters(run):
@@ -127,14 +127,14 @@ def then_noise(run: Run, clip: Clip) -> list[torch.Tensor]:
     return [norm]
 
 
-def then_other_gradients(run: Run, clip: Clip) -> list[torch.Tensor]:
+def then_other_gradients(run: Side, clip: Clip) -> list[torch.Tensor]:
     norm = clip(parameters(run), SMALL)
     for p in parameters(run, "blocks.0", "blocks.3.down"):
         p.grad = p.grad + noise(p)
     return [norm, *read(run)]
 
 
-def then_a_mask(run: Run, clip: Clip) -> list[torch.Tensor]:
+def then_a_mask(run: Side, clip: Clip) -> list[torch.Tensor]:
     norm = clip(parameters(run), SMALL)
     with torch.no_grad():
         for p in parameters(run):
@@ -143,44 +143,44 @@ def then_a_mask(run: Run, clip: Clip) -> list[torch.Tensor]:
     return [norm]
 
 
-def then_some_dropped(run: Run, clip: Clip) -> list[torch.Tensor]:
+def then_some_dropped(run: Side, clip: Clip) -> list[torch.Tensor]:
     norm = clip(parameters(run), SMALL)
     parameters(run, "blocks.4")[0].grad = None
     parameters(run, "blocks.4")[1].grad.zero_()
     return [norm]
 
 
-def then_another_backward(run: Run, clip: Clip) -> list[torch.Tensor]:
+def then_another_backward(run: Side, clip: Clip) -> list[torch.Tensor]:
     norm = clip(parameters(run), SMALL)
     return [norm, backward(run, 77)]
 
 
-def between_backwards_and_again(run: Run, clip: Clip) -> list[torch.Tensor]:
+def between_backwards_and_again(run: Side, clip: Clip) -> list[torch.Tensor]:
     norm = clip(parameters(run, "blocks.0", "head"), SMALL)
     return [norm, backward(run, 78), clip(parameters(run), 0.01)]
 
 
-def by_value(run: Run, clip: Clip) -> list[torch.Tensor]:
+def by_value(run: Side, clip: Clip) -> list[torch.Tensor]:
     nn.utils.clip_grad_value_(parameters(run), 1e-4)
     return read(run)
 
 
-def by_value_after_the_norm(run: Run, clip: Clip) -> list[torch.Tensor]:
+def by_value_after_the_norm(run: Side, clip: Clip) -> list[torch.Tensor]:
     norm = clip(parameters(run), 0.1)
     nn.utils.clip_grad_value_(parameters(run, "blocks.1"), 1e-4)
     return [norm]
 
 
-def with_torchs_function(run: Run, clip: Clip) -> list[torch.Tensor]:
+def with_torchs_function(run: Side, clip: Clip) -> list[torch.Tensor]:
     return [nn.utils.clip_grad_norm_(parameters(run), SMALL), *read(run)]
 
 
-def with_both_functions(run: Run, clip: Clip) -> list[torch.Tensor]:
+def with_both_functions(run: Side, clip: Clip) -> list[torch.Tensor]:
     norm = clip(parameters(run), 0.01)
     return [norm, nn.utils.clip_grad_norm_(parameters(run, "blocks.2"), SMALL)]
 
 
-def nothing(run: Run, clip: Clip) -> list[torch.Tensor]:
+def nothing(run: Side, clip: Clip) -> list[torch.Tensor]:
     return []
 
 
@@ -193,7 +193,7 @@ OPERATIONS: list[Program] = [
 ]  # fmt: skip
 
 
-def steps_with(run: Run, clip: Clip, operations: Iterable[Program]) -> list[torch.Tensor]:
+def steps_with(run: Side, clip: Clip, operations: Iterable[Program]) -> list[torch.Tensor]:
     """Two steps as they come, one with each operation, and the same gradients once more after some."""
     found = [backward(run, 0)]
     end(run)
@@ -227,7 +227,7 @@ PLACES = {
 
 def offloaded(
     directory: Path, place: str = "on drives", updates: str = "both_passes", **options: Any
-) -> Run:
+) -> Side:
     state, gradients, is_beside = PLACES[place]
     run = two_sides.offloaded(
         directory, device=SimulatedDevice() if is_beside else None, gradients=gradients,
@@ -238,7 +238,7 @@ def offloaded(
     return run
 
 
-def ours(program: Program, run: Run, clip: Clip = clip_grad_norm_) -> list[torch.Tensor]:
+def ours(program: Program, run: Side, clip: Clip = clip_grad_norm_) -> list[torch.Tensor]:
     found = [*program(run, clip), *run.values().values()]
     infinity.close(run.model)
     return found
@@ -268,7 +268,7 @@ KEPT = ("on drives", "on the host beside a device")  # In turn.
 def test_whatever_is_clipped_and_done_afterwards_has_the_bits_of_torch(
     swap_directory: Path, place: str, operation: Program
 ) -> None:
-    def program(run: Run, clip: Clip) -> list[torch.Tensor]:
+    def program(run: Side, clip: Clip) -> list[torch.Tensor]:
         return steps_with(run, clip, [operation, nothing, operation, nothing])
 
     with idle_drives():
@@ -295,7 +295,7 @@ def test_any_order_of_operations_has_the_bits_of_torch(
     draw = torch.Generator().manual_seed(seed)
     chosen = [OPERATIONS[i] for i in torch.randperm(len(OPERATIONS), generator=draw)[:9].tolist()]
 
-    def program(run: Run, clip: Clip) -> list[torch.Tensor]:
+    def program(run: Side, clip: Clip) -> list[torch.Tensor]:
         return steps_with(run, clip, chosen)
 
     assert_same(plain(program), ours(program, offloaded(swap_directory, place, updates)))
@@ -307,7 +307,7 @@ def test_any_order_of_operations_has_the_bits_of_torch(
 def test_a_part_that_is_clipped_leaves_the_early_updates_of_the_others(
     swap_directory: Path,
 ) -> None:
-    def program(run: Run, clip: Clip) -> list[torch.Tensor]:
+    def program(run: Side, clip: Clip) -> list[torch.Tensor]:
         found = []
         for number in range(6):
             found.append(backward(run, number))
@@ -319,7 +319,7 @@ def test_a_part_that_is_clipped_leaves_the_early_updates_of_the_others(
     run = offloaded(swap_directory, "on the host beside a device")
     before: dict[str, float] = {}
 
-    def watched(run: Run, clip: Clip) -> list[torch.Tensor]:
+    def watched(run: Side, clip: Clip) -> list[torch.Tensor]:
         def clip_and_note(given: Any, max_norm: float) -> torch.Tensor:
             before.update(infinity.engine_of(run.model).counters.snapshot())
             return clip(given, max_norm)
@@ -366,7 +366,7 @@ def test_clipping_reads_and_writes_no_gradient(
 
 
 def test_a_step_without_a_call_does_not_clip(swap_directory: Path) -> None:
-    def program(run: Run, clip: Clip) -> list[torch.Tensor]:
+    def program(run: Side, clip: Clip) -> list[torch.Tensor]:
         found = []
         for number in range(5):
             found.append(backward(run, number))
@@ -382,7 +382,7 @@ def test_a_step_without_a_call_does_not_clip(swap_directory: Path) -> None:
     assert_same(plain(program), ours(program, offloaded(swap_directory)))
 
 
-def with_setting(run: Run, clip: Clip) -> list[torch.Tensor]:
+def with_setting(run: Side, clip: Clip) -> list[torch.Tensor]:
     """Steps of an optimizer with max_grad_norm=0.01, some of which a call clips instead."""
     found = []
     for number in range(6):
@@ -414,7 +414,7 @@ def test_a_call_clips_in_the_place_of_the_setting_for_one_step(
 def test_the_setting_clips_a_step_whose_clipped_gradients_were_dropped(
     swap_directory: Path,
 ) -> None:
-    def program(run: Run, clip: Clip) -> list[torch.Tensor]:
+    def program(run: Side, clip: Clip) -> list[torch.Tensor]:
         backward(run, 0)
         clip(parameters(run), SMALL)
         run.model.zero_grad()
@@ -432,7 +432,7 @@ def test_the_setting_clips_a_step_whose_clipped_gradients_were_dropped(
 def test_a_step_that_was_refused_and_is_made_again_clips_once(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch, updates: str
 ) -> None:
-    def program(run: Run, clip: Clip) -> list[torch.Tensor]:
+    def program(run: Side, clip: Clip) -> list[torch.Tensor]:
         losses = []
         for number in range(3):
             losses.append(backward(run, number))
@@ -484,7 +484,7 @@ def test_a_norm_that_is_not_finite_raises_before_a_gradient_is_clipped(
 def test_a_norm_that_is_not_finite_makes_gradients_what_torch_makes_them(
     swap_directory: Path,
 ) -> None:
-    def program(run: Run, clip: Clip) -> list[torch.Tensor]:
+    def program(run: Side, clip: Clip) -> list[torch.Tensor]:
         backward(run, 0)
         p = parameters(run, "blocks.1")[0]
         p.grad = torch.full_like(p.grad, float("inf"))
@@ -520,7 +520,7 @@ def test_a_step_is_skipped_for_the_norm_that_a_call_has_measured(
 
 
 def test_a_measured_norm_clips_nothing_and_leaves_the_setting(swap_directory: Path) -> None:
-    def program(run: Run, clip: Clip) -> list[torch.Tensor]:
+    def program(run: Side, clip: Clip) -> list[torch.Tensor]:
         loss = backward(run, 0)
         if run.is_plain:
             norm = nn.utils.get_total_norm([p.grad for p in parameters(run)], 1)
@@ -537,7 +537,7 @@ def test_a_measured_norm_clips_nothing_and_leaves_the_setting(swap_directory: Pa
 def test_a_checkpoint_between_clipping_and_the_step_has_the_clipped_gradients(
     tmp_path: Path,
 ) -> None:
-    def program(run: Run, clip: Clip) -> list[torch.Tensor]:
+    def program(run: Side, clip: Clip) -> list[torch.Tensor]:
         losses = [backward(run, 0)]
         end(run)
         losses += [backward(run, 1), clip(parameters(run, "blocks.1"), SMALL)]

@@ -25,7 +25,7 @@ from tests.support.two_sides import (
     Body,
     Model,
     Parent,
-    Run,
+    Side,
     Tied,
     compare,
     idle_drives,
@@ -54,7 +54,7 @@ def drives() -> Iterator[None]:
         yield
 
 
-def run_at(place: str, directory: Path, kind: type[Model] = Model, **changes: Any) -> Run:
+def run_at(place: str, directory: Path, kind: type[Model] = Model, **changes: Any) -> Side:
     on_host, has_device = PLACES[place]
     changes["placement"] = dict.fromkeys(on_host, "host") | changes.get("placement", {})
     device = SimulatedDevice() if has_device else None
@@ -64,7 +64,7 @@ def run_at(place: str, directory: Path, kind: type[Model] = Model, **changes: An
 # -- What comes between the backward and the next one -----------------------------------------------
 
 
-def at_another_rate(run: Run) -> list[torch.Tensor]:
+def at_another_rate(run: Side) -> list[torch.Tensor]:
     losses = []
     for number in range(5):
         loss = loss_of(run.model, number)
@@ -75,7 +75,7 @@ def at_another_rate(run: Run) -> list[torch.Tensor]:
     return losses
 
 
-def with_a_schedule(run: Run) -> list[torch.Tensor]:
+def with_a_schedule(run: Side) -> list[torch.Tensor]:
     schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.8)
     losses = []
     for number in range(5):
@@ -84,7 +84,7 @@ def with_a_schedule(run: Run) -> list[torch.Tensor]:
     return losses
 
 
-def accumulated(run: Run) -> list[torch.Tensor]:
+def accumulated(run: Side) -> list[torch.Tensor]:
     for step in range(5):
         for number in range(3):
             (loss_of(run.model, 3 * step + number) / 3).backward()
@@ -92,10 +92,10 @@ def accumulated(run: Run) -> list[torch.Tensor]:
     return []
 
 
-def then(event: Callable[[Run], list[torch.Tensor]]) -> Body:
+def then(event: Callable[[Side], list[torch.Tensor]]) -> Body:
     """Three steps, and a fourth backward that `event` follows; three more steps."""
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         losses = steps(run, 3)
         run.backward(7)
         return [*losses, *event(run), *steps(run, 3, start=20)]
@@ -103,29 +103,29 @@ def then(event: Callable[[Run], list[torch.Tensor]]) -> Body:
     return body
 
 
-def step(run: Run) -> list[torch.Tensor]:
+def step(run: Side) -> list[torch.Tensor]:
     run.step()
     return []
 
 
-def another_backward(run: Run) -> list[torch.Tensor]:
+def another_backward(run: Side) -> list[torch.Tensor]:
     run.backward(8)
     return step(run)
 
 
-def looks(run: Run) -> list[torch.Tensor]:
+def looks(run: Side) -> list[torch.Tensor]:
     seen = [run.weight(UP), run.gradient(UP)]
     with torch.no_grad():
         seen.append(loss_of(run.model, 9))
     return [*seen, *step(run)]
 
 
-def looks_at_moments(run: Run) -> list[torch.Tensor]:
+def looks_at_moments(run: Side) -> list[torch.Tensor]:
     state = run.optimizer.state[run.model.get_parameter(UP)]
     return [state["exp_avg"].clone(), state["exp_avg_sq"].clone(), *step(run)]
 
 
-def changes_gradients(run: Run) -> list[torch.Tensor]:
+def changes_gradients(run: Side) -> list[torch.Tensor]:
     with torch.no_grad():
         for parameter in run.model.parameters():
             if parameter.grad is not None:
@@ -133,7 +133,7 @@ def changes_gradients(run: Run) -> list[torch.Tensor]:
     return step(run)
 
 
-def leaves_the_step_out(run: Run) -> list[torch.Tensor]:
+def leaves_the_step_out(run: Side) -> list[torch.Tensor]:
     run.optimizer.zero_grad()
     return []
 
@@ -233,7 +233,7 @@ def test_a_checkpoint_between_backward_and_step_has_the_old_state(
     infinity.close(run.model)
 
 
-def policy_of(run: Run) -> Any:
+def policy_of(run: Side) -> Any:
     updater = infinity.engine_of(run.model).updater
     assert isinstance(updater, Updater)
     return updater._turns.policy
@@ -270,7 +270,7 @@ def test_state_of_units_that_the_backward_updates_is_read_in_the_forward(
 
     monkeypatch.setattr(StagingRing, "_start", note_read)
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         for number in range(6):
             if not run.is_plain:

@@ -21,7 +21,7 @@ from tests.support.exhaustive import in_turn
 from tests.support.models import TinyDecoder
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import OffloadedSide, held_units, seed_everything, to_device
+from .harness import Side, held_units, seed_everything, to_device
 from .zoo import ZOO, Entry
 
 SEEDS = (1, 2, 3)
@@ -112,7 +112,7 @@ def test_an_evaluation_in_the_window_of_a_step_changes_no_bit_of_it(swap_directo
                 )
                 nbytes = engine.counters.snapshot()["nvme_read_nbytes"] - before
             drawn = torch.rand(())
-            found[is_evaluated] = losses, OffloadedSide(model).gradients(), nbytes, drawn
+            found[is_evaluated] = losses, Side(model).gradients(), nbytes, drawn
             assert all(map(torch.equal, expected, results)) or not is_evaluated
             assert all(module.training for module in model.modules())
     (losses, gradients, nbytes, drawn), (others, more, as_many, same) = found.values()
@@ -123,9 +123,9 @@ def test_an_evaluation_in_the_window_of_a_step_changes_no_bit_of_it(swap_directo
 def test_gradients_that_wait_for_a_step_stay(swap_directory: Path) -> None:
     with offloaded(ZOO["TinyDecoder"].build(0), swap_config(swap_directory)) as model:
         infinity.forward_backward(model, losses_of(model), SEEDS)
-        before = OffloadedSide(model).gradients()
+        before = Side(model).gradients()
         infinity.forward(model, losses_of(model), (4, 5))
-        assert not differences(before, OffloadedSide(model).gradients())
+        assert not differences(before, Side(model).gradients())
 
 
 def test_calls_that_draw_go_on_from_sweep_to_sweep(swap_directory: Path) -> None:

@@ -11,7 +11,6 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -31,10 +30,9 @@ from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.patches import _replace_bound
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, OffloadedSide, PlainSide, Plan, Side, seed_everything
-from .scenarios import compare, finish, trained
+from .harness import Named, Side, compare, finish, seed_everything, trained
 
-PLAN = Plan(lr=1e-2, weight_decay=0.1, max_norm=0.05)
+MAX_NORM = 0.05
 WIDTH, WORDS = 16, 40
 CUT_WORDS = 2048  # Two tiles of the smallest size.
 
@@ -184,12 +182,12 @@ def train(
     *,
     micro: int = 2,
     to_none: bool = True,
-    plan: Plan = PLAN,
+    max_norm: float | None = MAX_NORM,
 ) -> Named:
     def clear(optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=to_none)
 
-    return trained(side, loss_of, micro=micro, plan=plan, clear=clear)
+    return trained(side, loss_of, micro=micro, max_norm=max_norm, clear=clear)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -274,15 +272,15 @@ def test_transforms_of_torch_func_are_refused_but_inside_gather(
 
     def scenario(side: Side) -> Named:
         seen: Named = {}
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        optimizer = side.adamw()
         for step in range(2):
-            is_plain = isinstance(side, PlainSide)
+            is_plain = side.is_plain
             with nullcontext() if is_plain else infinity.gather(side.model):
                 loss = loss_of(side.model, step)
                 loss.backward()
             seen[f"loss {step}"] = loss.detach()
             seen |= {f"{step} {name}": gradient for name, gradient in side.gradients().items()}
-            side.step(optimizer, PLAN)
+            side.update(MAX_NORM)
             optimizer.zero_grad()
         return finish(side, seen)
 
@@ -302,12 +300,12 @@ def test_accumulated_micro_batches_train_a_fused_head(is_tied: bool, swap_direct
             loss.backward()
         return {f"loss {i}": loss.detach() for i, loss in enumerate(losses)} | side.gradients()
 
-    expected = scenario(PlainSide(build(is_tied)()))
+    expected = scenario(Side(build(is_tied)(), is_plain=True))
     with offloaded(build(is_tied)(), swap_config(swap_directory)) as model:
         seeds = range(3)
         losses = infinity.forward_backward(model, lambda seed: model(*batch(seed)) / 3, seeds)
         came = {f"loss {i}": loss for i, loss in enumerate(losses)}
-        came |= OffloadedSide(model).gradients()
+        came |= Side(model).gradients()
     assert list(came) == list(expected)
     for name, tensor in expected.items():
         if is_tied and name == "tokens.weight":
@@ -371,16 +369,14 @@ def test_functions_of_weights_that_stand_as_tiles(swap_directory: Path) -> None:
     """The tiled parameter is gathered for the function; each tile gets its rows of the gradient."""
 
     def scenario(side: Side) -> Named:
-        seen = train(
-            side, lambda model, seed: model(*batch(seed)), plan=replace(PLAN, max_norm=None)
-        )
+        seen = train(side, lambda model, seed: model(*batch(seed)), max_norm=None)
         return {name: each for name, each in seen.items() if name.startswith("loss ")}
 
-    expected = scenario(PlainSide(build(True, words=CUT_WORDS)()))
+    expected = scenario(Side(build(True, words=CUT_WORDS)(), is_plain=True))
     config = swap_config(swap_directory, schedule={"tile": "64KiB"})
     with offloaded(build(True, words=CUT_WORDS)(), config) as model:
         assert infinity.engine_of(model).tiled_params
-        came = scenario(OffloadedSide(model))
+        came = scenario(Side(model))
     for name, tensor in expected.items():
         assert torch.equal(came[name], tensor), name
 
@@ -403,12 +399,12 @@ def test_weights_of_two_models_in_one_function(tmp_path: Path) -> None:
             (Both.apply(a, b) + Both.apply(b, a * 2)).backward()
         return first.gradients() | {f"second {n}": g for n, g in second.gradients().items()}
 
-    expected = scenario(PlainSide(build(False)()), PlainSide(build(True)()))
+    expected = scenario(Side(build(False)(), is_plain=True), Side(build(True)(), is_plain=True))
     with (
         offloaded(build(False)(), swap_config(tmp_path / "first")) as first,
         offloaded(build(True)(), swap_config(tmp_path / "second")) as second,
     ):
-        came = scenario(OffloadedSide(first), OffloadedSide(second))
+        came = scenario(Side(first), Side(second))
     assert {n for n, g in expected.items() if g is not None} == {
         "head.weight",
         "second tokens.weight",
@@ -434,13 +430,13 @@ def test_a_gradient_that_reaches_the_handle_itself_is_taken(swap_directory: Path
 
         door = super(_SingleLevelFunction, Scale).apply
         seen: Named = {}
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        optimizer = side.adamw()
         for step in range(3):
             head = side.model.head
             (door(head.weight) * 2).backward()
             (head(torch.ones(WIDTH)).sum() + door(head.weight)).backward()
             seen.update({f"{step} {n}": g for n, g in side.gradients().items()})
-            side.step(optimizer, PLAN)
+            side.update(MAX_NORM)
             optimizer.zero_grad(set_to_none=step == 0)
         return finish(side, seen)
 
@@ -522,11 +518,11 @@ def test_gradients_of_tiles_are_asked_for_by_the_tiled_parameter(swap_directory:
         (found,) = torch.autograd.grad(side.model.head(rows).pow(2).sum(), side.model.head.weight)
         return {"found": found}
 
-    expected = scenario(PlainSide(build(False, words=CUT_WORDS)()))
+    expected = scenario(Side(build(False, words=CUT_WORDS)(), is_plain=True))
     config = swap_config(swap_directory, schedule={"tile": "64KiB"})
     with offloaded(build(False, words=CUT_WORDS)(), config) as model:
         head = model.head
-        came = scenario(OffloadedSide(model))
+        came = scenario(Side(model))
         with pytest.raises(InfinityError, match=r"head\.weight.*tiles"):
             head.weight.register_hook(print)
         with pytest.raises(InfinityError, match=r"head\.weight.*tiles"):

@@ -10,24 +10,24 @@ import torch
 
 import infinity
 from tests.support.exhaustive import in_turn
-from tests.support.two_sides import Run, compare, idle_drives, make, offloaded, same_bits, steps
+from tests.support.two_sides import Side, compare, idle_drives, make, offloaded, same_bits, steps
 
 from .test_update_worker import ALL_ON_HOST, beside, early_of, let_worker_finish
 from .test_worker_memory import overwrite_free_memory
 
 
-def early_steps(run: Run, numbers: range) -> None:
+def early_steps(run: Side, numbers: range) -> None:
     for number in numbers:
         run.backward(number)
         let_worker_finish(run)
         run.step()
 
 
-def homes_away(run: Run) -> int:
+def homes_away(run: Side) -> int:
     return len(early_of(run)._undecided._away)
 
 
-def want_memory(run: Run) -> None:
+def want_memory(run: Side) -> None:
     engine = infinity.engine_of(run.model)
     with engine._lock:
         if not early_of(run)._early:  # Chunks of pending units may be on their way.
@@ -41,7 +41,7 @@ def want_memory(run: Run) -> None:
 def test_homes_move_with_updates_and_return_when_memory_is_short(
     swap_directory: Path, moments: str
 ) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         early_steps(run, range(6))
         if not run.is_plain:
             assert homes_away(run)
@@ -61,7 +61,7 @@ def test_homes_move_with_updates_and_return_when_memory_is_short(
 
 
 def test_memory_of_early_updates_is_free_in_steps_without_them(swap_directory: Path) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         early_steps(run, range(6))
         before = 0 if run.is_plain else homes_away(run)
         losses = steps(run, 3, lambda _: 1e-3, 6)

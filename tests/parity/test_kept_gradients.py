@@ -15,14 +15,14 @@ from infinity.engine.engine import Engine
 from infinity.state.store import LocalStore
 from infinity.state.units import StateKind
 from infinity.streaming.updates.staging_ring import StagingRing
-from tests.support.two_sides import Run, compare, loss_of, plain_run, same_bits
+from tests.support.two_sides import Side, compare, loss_of, plain_run, same_bits
 
 from .test_spare_slots import CLIPPED, LateWrites, on_a_late_drive
 
 NUM_STEPS = 5
 
 
-def clipped_steps(run: Run) -> list[torch.Tensor]:
+def clipped_steps(run: Side) -> list[torch.Tensor]:
     """Some gradients are kept over the step, so the next backward adds to clipped ones."""
     found = []
     for number in range(NUM_STEPS):
@@ -40,7 +40,7 @@ def clipped_steps(run: Run) -> list[torch.Tensor]:
     return found
 
 
-def offloaded_run(directory: Path, capacity: str, updates: str) -> tuple[Run, Engine, LateWrites]:
+def offloaded_run(directory: Path, capacity: str, updates: str) -> tuple[Side, Engine, LateWrites]:
     return on_a_late_drive(
         directory, gradients="nvme", schedule={"updates": updates},
         tiers={"host": {"capacity": capacity, "huge_pages": False}, "nvme": [{"path": str(directory)}]},
@@ -103,7 +103,7 @@ def test_no_sum_is_written_while_all_have_memory_and_one_is_if_others_need_a_byt
 ) -> None:
     spare_nbytes = [0, -1, 0]
 
-    def backwards(run: Run) -> list[torch.Tensor]:
+    def backwards(run: Side) -> list[torch.Tensor]:
         found = []
         for number in range(4):
             loss = loss_of(run.model, number)
@@ -126,7 +126,7 @@ def test_no_sum_is_written_while_all_have_memory_and_one_is_if_others_need_a_byt
 def test_a_forgotten_gradient_is_written_before_its_memory_goes_if_an_update_awaits_it(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch, updates: str
 ) -> None:
-    def steps(run: Run) -> list[torch.Tensor]:
+    def steps(run: Side) -> list[torch.Tensor]:
         found = []
         for number in range(NUM_STEPS):
             loss = loss_of(run.model, number)

@@ -30,15 +30,7 @@ from tests.support.exhaustive import sampled
 from tests.support.models import DecoderBlock, TinyDecoder
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import (
-    Named,
-    OffloadedSide,
-    PlainSide,
-    held_units,
-    seed_everything,
-    smallest_host_nbytes,
-    to_device,
-)
+from .harness import Named, Side, held_units, seed_everything, smallest_host_nbytes, to_device
 from .test_zoo import FailAt
 from .zoo import ZOO, Entry
 
@@ -75,7 +67,7 @@ def plain(entry: Entry, seeds: tuple[int, ...]) -> tuple[list[Tensor], Named]:
         loss = entry.loss(model, entry.batch(seed)) / len(seeds)
         loss.backward()
         losses.append(loss.detach())
-    return losses, PlainSide(model).gradients()
+    return losses, Side(model, is_plain=True).gradients()
 
 
 def accumulated(
@@ -90,7 +82,7 @@ def accumulated(
         seed_everything(5)
         losses = infinity.forward_backward(model, loss_of, seeds)
         assert not held_units(model)
-        return [loss.cpu() for loss in losses], OffloadedSide(model).gradients()
+        return [loss.cpu() for loss in losses], Side(model).gradients()
 
 
 def check(name: str, seeds: tuple[int, ...], directory: Path, *, is_exact: bool) -> None:
@@ -184,12 +176,12 @@ def test_paths_between_blocks_have_the_sums_of_autograd(
     model = make()
     for batch in batches:
         model(batch).backward()
-    expected = PlainSide(model).gradients()
+    expected = Side(model, is_plain=True).gradients()
     calls: list[Tensor] = []
     with offloaded(make(), swap_config(swap_directory)) as mine:
         mine.head.bias.register_hook(calls.append)
         infinity.forward_backward(mine, mine, batches)
-        found = OffloadedSide(mine).gradients()
+        found = Side(mine).gradients()
     assert len(calls) == len(batches)
     if not has_residuals:
         assert not differences(expected, found)
@@ -224,7 +216,7 @@ def train(config: dict[str, Any], device: Any = None) -> tuple[list[float], dict
             losses += [loss.item() for loss in found]
             optimizer.step()
             optimizer.zero_grad()
-        return losses, OffloadedSide(model).weights()
+        return losses, Side(model).weights()
 
 
 @pytest.fixture(scope="module")
@@ -411,7 +403,7 @@ def test_each_micro_batch_takes_its_own_way_through_the_blocks(swap_directory: P
         x.grad = None
     with offloaded(model, swap_config(swap_directory)):
         infinity.forward_backward(model, lambda batch: model(*batch), batches)
-        found = OffloadedSide(model).gradients()
+        found = Side(model).gradients()
     for (name, parameter), (x, _), expected in itertools.zip_longest(
         reference.named_parameters(), batches, inputs, fillvalue=(None, None)
     ):
@@ -507,7 +499,7 @@ def test_nothing_is_left_after_an_exception(error: Any, swap_directory: Path) ->
 
         def run() -> Named:
             infinity.forward_backward(model, lambda s: model(ids(s), labels=ids(s)), SEEDS)
-            return OffloadedSide(model).gradients()
+            return Side(model).gradients()
 
         expected = run()
         model.zero_grad()

@@ -12,7 +12,6 @@ import io
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,18 @@ from tests.support import models
 from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, OffloadedSide, PlainSide, Side, held_units, seed_everything
-from .scenarios import (
-    PLAN,
+from .harness import (
+    Named,
     Scenario,
+    Side,
     compare,
     conditional,
     decoder,
     finish,
+    held_units,
     loss_of,
     mlp,
+    seed_everything,
     trained,
 )
 from .zoo import ZOO
@@ -97,7 +98,7 @@ def test_evaluation_between_steps(guard: Any, swap_directory: Path) -> None:
     """Between backward and step, between step and zero_grad, and in the middle of accumulation."""
 
     def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        optimizer = side.adamw()
         seen: Named = {}
 
         def evaluate(name: str) -> None:
@@ -126,7 +127,7 @@ def test_generate_between_steps(swap_directory: Path) -> None:
     prompt = entry.prompt(3)
 
     def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        optimizer = side.adamw()
         seen: Named = {}
         for step in range(2):
             seed_everything(step)
@@ -181,7 +182,7 @@ def test_steps_without_a_backward(
     loop: str, build: Callable[[], nn.Module], swap_directory: Path
 ) -> None:
     def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        optimizer = side.adamw()
         calls = {"s": optimizer.step, "z": optimizer.zero_grad}
         for each in loop.split():
             calls.get(each, lambda each=each: loss_of(side.model, int(each)).backward())()
@@ -192,7 +193,7 @@ def test_steps_without_a_backward(
 
 def test_step_takes_a_closure(swap_directory: Path) -> None:
     def scenario(side: Side) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        optimizer = side.adamw()
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -208,8 +209,7 @@ def test_step_takes_a_closure(swap_directory: Path) -> None:
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3], ids=["acts", "idle"])
 def test_clipping_with_absent_gradients(max_norm: float, swap_directory: Path) -> None:
-    plan = replace(PLAN, max_norm=max_norm)
-    compare(lambda side: trained(side, steps=4, plan=plan), conditional, swap_directory)
+    compare(lambda side: trained(side, steps=4, max_norm=max_norm), conditional, swap_directory)
 
 
 # --- groups, freezing -------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_gradients_asked_for_by_hand(swap_directory: Path) -> None:
 
     def scenario(side: Side) -> Named:
         model = side.model
-        optimizer = side.optimizer(model.parameters(), PLAN)
+        optimizer = side.adamw()
         seen: Named = {}
         for step in range(2):
             x = model.inputs(step)["x"].requires_grad_()
@@ -449,13 +449,13 @@ def test_not_finite_gradients_are_refused_before_anything_changes(swap_directory
         loss_of(model, 0).backward()
         optimizer.step()
         optimizer.zero_grad()
-        before = OffloadedSide(model).weights()
+        before = Side(model).weights()
         (loss_of(model, 1) * float("inf")).backward()
         with pytest.raises(NonFiniteError) as refused:
             optimizer.step()
         assert refused.value.step == 2
         optimizer.zero_grad()
-        assert not differences(before, OffloadedSide(model).weights())
+        assert not differences(before, Side(model).weights())
         loss_of(model, 2).backward()
         optimizer.step()
         assert torch.isfinite(optimizer.grad_norm)
@@ -468,7 +468,7 @@ def test_two_models_in_one_graph(tmp_path: Path) -> None:
     """A generator and a critic: each has its engine, optimizer and tiers; one feeds the other."""
 
     def scenario(first: Side, second: Side) -> Named:
-        ours, theirs = (s.optimizer(s.model.parameters(), PLAN) for s in (first, second))
+        ours, theirs = (s.adamw() for s in (first, second))
         seen: Named = {}
         for step in range(3):
             x = first.model.inputs(step)["x"]
@@ -486,12 +486,12 @@ def test_two_models_in_one_graph(tmp_path: Path) -> None:
         return seen | {f"second {k}": v for k, v in finish(second, {}).items()}
 
     build = ZOO["Mlp"].build
-    expected = scenario(PlainSide(build(0)), PlainSide(build(1)))
+    expected = scenario(Side(build(0), is_plain=True), Side(build(1), is_plain=True))
     with (
         offloaded(build(0), swap_config(tmp_path / "first")) as first,
         offloaded(build(1), swap_config(tmp_path / "second")) as second,
     ):
-        came = scenario(OffloadedSide(first), OffloadedSide(second))
+        came = scenario(Side(first), Side(second))
         assert not held_units(first) and not held_units(second)
     assert not differences(expected, came)
 
@@ -516,7 +516,7 @@ def test_a_model_built_on_meta_trains_from_a_callable(swap_directory: Path) -> N
     assert not any(buffer.is_meta for buffer in model.buffers())
     with offloaded(model.train(), config, weights=weights) as model:
         assert sorted(asked) == sorted(name for name, _ in plain.named_parameters())
-        assert not differences(trained(PlainSide(plain)), trained(OffloadedSide(model)))
+        assert not differences(trained(Side(plain, is_plain=True)), trained(Side(model)))
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama-tied", "mixtral", "t5", "falcon_mamba"])
@@ -536,7 +536,7 @@ def test_a_model_built_on_meta_trains_from_a_checkpoint(architecture: str, tmp_p
         expected = entry.loss(plain, entry.batch(1))
         expected.backward()
         assert torch.equal(loss, expected)
-        assert not differences(PlainSide(plain).gradients(), OffloadedSide(model).gradients())
+        assert not differences(Side(plain, is_plain=True).gradients(), Side(model).gradients())
 
 
 def test_seeded_weights_are_the_same_on_every_placement(tmp_path: Path) -> None:
@@ -547,7 +547,7 @@ def test_seeded_weights_are_the_same_on_every_placement(tmp_path: Path) -> None:
             model = models.TinyDecoder(width=WIDE)
         torch.manual_seed(len(where))  # what happens in between must not matter
         with offloaded(model, config, seed=seed) as model:
-            return OffloadedSide(model).weights()
+            return Side(model).weights()
 
     first = weights(1, "nvme")
     assert not differences(first, weights(1, "host"))
@@ -661,7 +661,7 @@ def test_modified_weights_train_on(swap_directory: Path) -> None:
         block = side.model.blocks[1]
 
         def halve(*_: Any) -> None:
-            is_plain = isinstance(side, PlainSide)
+            is_plain = side.is_plain
             shown = nullcontext() if is_plain else infinity.gather(block, modify=True)
             with shown, torch.no_grad():
                 block.up.weight.mul_(0.5)
@@ -698,19 +698,19 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_refusals_say_what_to_do_and_do_no_damage(what: str, swap_directory: Path) -> None:
     action, advice = REFUSED[what]
-    before = PlainSide(decoder()).weights()
+    before = Side(decoder(), is_plain=True).weights()
     with offloaded(decoder(), swap_config(swap_directory)) as model:
         with pytest.raises(InfinityError, match=advice):
             action(model)
         model.zero_grad()
         assert not held_units(model)
-        assert not differences(before, OffloadedSide(model).weights())
+        assert not differences(before, Side(model).weights())
         plain = decoder()
         ours, theirs = loss_of(model, 3), loss_of(plain, 3)
         ours.backward()
         theirs.backward()
         assert torch.equal(ours, theirs)
-        assert not differences(PlainSide(plain).gradients(), OffloadedSide(model).gradients())
+        assert not differences(Side(plain, is_plain=True).gradients(), Side(model).gradients())
 
 
 def test_reentrant_checkpointing(swap_directory: Path) -> None:
@@ -763,7 +763,7 @@ def test_load_state_dict(assign: bool, swap_directory: Path) -> None:
             if step == 2:
                 part = {"norm.weight": torch.full((32,), 0.5), "unknown": torch.zeros(1)}
                 outcome = side.model.load_state_dict(
-                    part, strict=False, assign=assign and isinstance(side, OffloadedSide)
+                    part, strict=False, assign=assign and not side.is_plain
                 )
                 assert outcome.unexpected_keys == ["unknown"]
                 assert "norm.bias" in outcome.missing_keys
@@ -867,23 +867,23 @@ def test_two_optimizers_that_clip_for_themselves(swap_directory: Path) -> None:
 
     def scenario(side: Side) -> Named:
         named = list(side.model.named_parameters())
-        plans = [replace(PLAN, max_norm=0.01), replace(PLAN, max_norm=0.02)]
         halves = [
             [p for n, p in named if ("weight" in n) == is_weight] for is_weight in (True, False)
         ]
-        optimizers = [side.optimizer(half, plan) for half, plan in zip(halves, plans, strict=True)]
+        optimizers = [side.adamw(half) for half in halves]
         seen: Named = {}
         for step in range(4):
             loss_of(side.model, step).backward()
-            for index, (optimizer, half, plan) in enumerate(
-                zip(optimizers, halves, plans, strict=True)
-            ):
-                if isinstance(side, PlainSide):
-                    norm = torch.nn.utils.clip_grad_norm_(half, plan.max_norm)
-                    optimizer.step()
+            for index, (optimizer, half) in enumerate(zip(optimizers, halves, strict=True)):
+                max_norm = 0.01 * (1 + index)
+                if side.is_plain:
+                    norm = torch.nn.utils.clip_grad_norm_(half, max_norm)
                 else:
-                    norm = side.step(optimizer, plan)
-                seen[f"norm {step} {index}"] = torch.as_tensor(norm).clone()
+                    optimizer.max_grad_norm = max_norm
+                optimizer.step()
+                seen[f"norm {step} {index}"] = (
+                    norm if side.is_plain else optimizer.grad_norm
+                ).clone()
             seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -908,7 +908,7 @@ def test_a_new_optimizer_starts_with_new_moments(swap_directory: Path) -> None:
 def test_a_backward_inside_gather_adds_once(swap_directory: Path) -> None:
     def scenario(side: Side) -> Named:
         loss_of(side.model, 1).backward()
-        if isinstance(side, PlainSide):
+        if side.is_plain:
             loss_of(side.model, 2).backward()
         else:
             with infinity.gather(side.model):

@@ -24,7 +24,7 @@ from tests.support.bits import same_bits
 from tests.support.exhaustive import in_turn, sampled
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import OffloadedSide, Record, run, seed_everything
+from .harness import Record, Side, run, seed_everything
 from .test_placements import (
     MAX_NORM,
     MODELS,
@@ -157,7 +157,7 @@ def test_the_bits_are_the_references_on_every_placement(
     config = config_of(case, swap_directory, precision=PRECISION)
     with offloaded(entry.build(0), config, device=device_of(case)) as model:
         check_places(model, case)
-        found = run(entry, OffloadedSide(model), EIGHT_BIT, groups=groups)
+        found = run(entry, Side(model), EIGHT_BIT, groups=groups)
     assert_is(reference_8bit(case.model, False), found)
 
 
@@ -167,7 +167,7 @@ def test_with_a_split_master(placement: str, swap_directory: Path) -> None:
     precision = PRECISION | {"compute": "bfloat16"}
     config = swap_config(swap_directory, placement=placement, precision=precision)
     with offloaded(entry.build(0), config) as model:
-        found = run(entry, OffloadedSide(model), EIGHT_BIT, groups=groups)
+        found = run(entry, Side(model), EIGHT_BIT, groups=groups)
     assert_is(reference_8bit("decoder", True), found)
 
 

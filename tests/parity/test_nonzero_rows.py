@@ -24,7 +24,7 @@ from infinity.streaming.gradients.resting_norms import (
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.gradients.tensors import norm_of
 from infinity.tiers.device import FINISHED, Copy
-from tests.support.two_sides import VOCABULARY, WIDTH, Run, compare, ids_of, plain_run, same_bits
+from tests.support.two_sides import VOCABULARY, WIDTH, Side, compare, ids_of, plain_run, same_bits
 
 from .test_norm_tasks import steps
 from .test_resting_norms import (
@@ -139,7 +139,7 @@ def test_only_the_rows_that_were_looked_up_leave_the_device(
 def test_a_gradient_without_rows_of_zeros_is_copied_whole(
     swap_directory: Path, is_searched: None
 ) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         for number in range(3):
             every = torch.arange(VOCABULARY).view(2, -1)
             out = run.model(every).flatten(0, 1)
@@ -150,7 +150,7 @@ def test_a_gradient_without_rows_of_zeros_is_copied_whole(
     compare(body, resting(swap_directory))
 
 
-def behind_a_backward(directory: Path, *, delay_s: float) -> Run:
+def behind_a_backward(directory: Path, *, delay_s: float) -> Side:
     """A run whose third step has yet to be made, with memory to measure all sums at once."""
     run = resting(directory, delay_s=delay_s)
     steps(run, 2)
@@ -159,7 +159,7 @@ def behind_a_backward(directory: Path, *, delay_s: float) -> Run:
     return run
 
 
-def end_step(run: Run) -> None:
+def end_step(run: Side) -> None:
     """Makes the step, which leaves no memory to the norms."""
     run.step(1e-3)
     assert not lent_to_norms(run) and not resting_of(run)._nbytes

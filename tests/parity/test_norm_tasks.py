@@ -21,7 +21,7 @@ from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.gradients.tensors import THREAD_NAME
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support import two_sides
-from tests.support.two_sides import Run, compare, config_of, make, offloaded, plain_run, same_bits
+from tests.support.two_sides import Side, compare, config_of, make, offloaded, plain_run, same_bits
 
 from .norm_support import is_over, let_norms_finish, norms_of, tasks_of, told_by
 
@@ -36,12 +36,12 @@ def some_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "norm_threads", lambda own: NUM_THREADS)
 
 
-def beside(directory: Path, **changes: Any) -> Run:
+def beside(directory: Path, **changes: Any) -> Side:
     changes = {"gradients": "nvme", "schedule": {"updates": "deferred"}} | changes
     return offloaded(directory, device=SimulatedDevice(), **changes)
 
 
-def steps(run: Run, count: int, start: int = 0) -> list[torch.Tensor]:
+def steps(run: Side, count: int, start: int = 0) -> list[torch.Tensor]:
     """Steps that need norms."""
     return two_sides.steps(run, count, lambda _: 1e-3, start)
 
@@ -61,7 +61,7 @@ def until(is_so: Callable[[], object], what: str) -> None:
 class Held:
     """Holds the norms of a run inside their computation until `release`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Side) -> None:
         self._norms = norms_of(run)
         self._measure, self._norms.measure = self._norms.measure, self._wait
         self._is_released = threading.Event()
@@ -86,14 +86,14 @@ class Held:
 
 
 @pytest.fixture
-def run(swap_directory: Path) -> Iterator[Run]:
+def run(swap_directory: Path) -> Iterator[Side]:
     run = beside(swap_directory)
     steps(run, 2)
     yield run
     infinity.close(run.model)
 
 
-def test_a_whole_backward_passes_and_the_lock_is_free_while_norms_are_computed(run: Run) -> None:
+def test_a_whole_backward_passes_and_the_lock_is_free_while_norms_are_computed(run: Side) -> None:
     held = Held(run)
     run.backward(2)  # Ends although no norm does.
     until(lambda: len(held.reading) == NUM_THREADS, "no norm is computed")
@@ -111,7 +111,7 @@ def test_a_whole_backward_passes_and_the_lock_is_free_while_norms_are_computed(r
     run.step(1e-3)
 
 
-def test_several_tensors_are_measured_at_a_time_each_once(run: Run) -> None:
+def test_several_tensors_are_measured_at_a_time_each_once(run: Side) -> None:
     held = Held(run)
     run.backward(2)
     until(lambda: len(held.reading) == NUM_THREADS, "one norm at a time")
@@ -122,7 +122,7 @@ def test_several_tensors_are_measured_at_a_time_each_once(run: Run) -> None:
     assert (held.most_at_once, held.num_computed) == (NUM_THREADS, NUM_TENSORS)
 
 
-def test_a_norm_that_no_thread_has_begun_is_computed_by_who_needs_it(run: Run) -> None:
+def test_a_norm_that_no_thread_has_begun_is_computed_by_who_needs_it(run: Side) -> None:
     held = Held(run)
     run.backward(2)
     until(lambda: len(held.reading) == NUM_THREADS, "no norm is computed")
@@ -138,7 +138,7 @@ def test_a_norm_that_no_thread_has_begun_is_computed_by_who_needs_it(run: Run) -
     run.step(1e-3)
 
 
-def first_sum(run: Run, held: Held) -> tuple[GradientStore, Unit, TensorSpec]:
+def first_sum(run: Side, held: Held) -> tuple[GradientStore, Unit, TensorSpec]:
     """The sum that a thread reads now."""
     gradients = infinity.engine_of(run.model).gradients
     assert isinstance(gradients, GradientStore)
@@ -179,7 +179,7 @@ GIVES_UP: dict[str, Callable[[GradientStore, Unit, TensorSpec], object]] = {
 
 @pytest.mark.parametrize("name", GIVES_UP)
 def test_memory_of_a_sum_is_neither_given_away_nor_changed_under_who_reads_it(
-    run: Run, name: str
+    run: Side, name: str
 ) -> None:
     held = Held(run)
     run.backward(2)
@@ -295,7 +295,7 @@ def test_norms_have_the_bits_of_plain_pytorch_for_any_number_of_threads(
         model = infinity.offload(Layouts(), config, device=SimulatedDevice())
         optimizer = infinity.AdamW(model, lr=0.0, max_grad_norm=1e6)
         found: list[int] = []
-        measure = norms_of(Run(model, optimizer, is_plain=False)).measure
+        measure = norms_of(Side(model, optimizer)).measure
 
         def told(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
             found.append(torch.get_num_threads())
@@ -331,7 +331,7 @@ def test_norms_are_taken_beside_the_backward_where_nothing_is_updated_there(
 ) -> None:
     threads: list[str] = []
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         if not run.is_plain:
             told_by(run, threads)
         for number in range(4):

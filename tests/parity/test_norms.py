@@ -12,7 +12,7 @@ import torch
 import infinity
 from infinity.state.units import TensorSpec
 from infinity.testing.simulated_device import SimulatedDevice
-from tests.support.two_sides import Run, compare, loss_of, make, offloaded
+from tests.support.two_sides import Side, compare, loss_of, make, offloaded
 
 from .norm_support import let_norms_finish
 
@@ -20,7 +20,7 @@ NUM_TENSORS = len(list(make().parameters()))
 CASES = [("host", False), ("nvme", False), ("host", True), ("nvme", True)]
 
 
-def counted_norms(run: Run) -> Counter[str]:
+def counted_norms(run: Side) -> Counter[str]:
     """Returns what will count the norms by the thread that has computed them."""
     counted: Counter[str] = Counter()
     norms = infinity.engine_of(run.model).gradients.norms
@@ -34,12 +34,12 @@ def counted_norms(run: Run) -> Counter[str]:
     return counted
 
 
-def run_with(directory: Path, tier: str, *, is_apart: bool) -> Run:
+def run_with(directory: Path, tier: str, *, is_apart: bool) -> Side:
     device = SimulatedDevice() if is_apart else None
     return offloaded(directory, device=device, gradients=tier, schedule={"updates": "deferred"})
 
 
-def backwards(run: Run, step: int, count: int) -> None:
+def backwards(run: Side, step: int, count: int) -> None:
     for number in range(count):
         (loss_of(run.model, 10 * step + number) / count).backward()
 
@@ -51,7 +51,7 @@ def test_norms_are_computed_once_when_the_last_gradient_of_a_step_is_there(
 ) -> None:
     computed: Counter[str] = Counter()
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         for step in range(4):
             computed.clear()
             backwards(run, step, count)
@@ -75,7 +75,7 @@ def test_norms_are_computed_once_when_the_last_gradient_of_a_step_is_there(
 def test_more_gradients_than_before_and_changed_ones_have_another_norm(
     swap_directory: Path, tier: str, is_apart: bool
 ) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         seen = []
         for step, count in enumerate((1, 1, 3, 2, 2, 1)):
             backwards(run, step, count)

@@ -16,8 +16,7 @@ import infinity
 from infinity.errors import InfinityError, UnsupportedError
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, OffloadedSide, Side
-from .scenarios import compare, trained
+from .harness import Named, Side, compare, trained
 
 
 def scaled(weight: Tensor, x: Tensor) -> Tensor:
@@ -175,7 +174,7 @@ def test_a_follower_stands_for_its_parameter(swap_directory: Path) -> None:
         model.zero_grad()
         kept[0].requires_grad_(False)
         assert not model[0].weight.requires_grad
-        assert not OffloadedSide(model).weights()["0.weight"].equal(values[0])
+        assert not Side(model).weights()["0.weight"].equal(values[0])
 
 
 def test_an_original_without_a_value_stands_for_its_parameter(swap_directory: Path) -> None:
@@ -202,7 +201,7 @@ def test_an_original_stands_for_its_tiled_parameter(swap_directory: Path) -> Non
         assert torch.equal(kept + 0, value)
         assert len(infinity.AdamW([kept]).param_groups[0]["params"]) > 1  # One for each tile.
         (model(torch.ones(16)).sum() + kept.sum()).backward()
-        gradients = OffloadedSide(model).gradients()
+        gradients = Side(model).gradients()
         assert all(torch.equal(g, torch.full_like(g, 2.0)) for g in gradients.values())
 
 

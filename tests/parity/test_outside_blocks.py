@@ -14,7 +14,7 @@ import infinity
 from infinity.streaming.gradients.leaving import LeavingGradients
 from infinity.streaming.gradients.tensors import CompleteSums
 from infinity.testing.simulated_device import SimulatedDevice
-from tests.support.two_sides import BLOCKS, Model, Run, Tied, loss_of, make, offloaded, plain_run
+from tests.support.two_sides import BLOCKS, Model, Side, Tied, loss_of, make, offloaded, plain_run
 
 GRADIENT_NBYTES = 4 * sum(parameter.numel() for parameter in Model().parameters())
 OUTSIDE_NBYTES = 4 * sum(
@@ -23,7 +23,7 @@ OUTSIDE_NBYTES = 4 * sum(
 NUM_STEPS = 3
 
 
-def steps(run: Run, num_micro_batches: int) -> list[torch.Tensor]:
+def steps(run: Side, num_micro_batches: int) -> list[torch.Tensor]:
     for step in range(NUM_STEPS):
         numbers = [10 * step + number for number in range(num_micro_batches)]
         if run.is_plain:
@@ -99,7 +99,7 @@ def steps_in_order(kind: type[Model], count: int) -> list[torch.Tensor]:
     """The steps with the engine where device and host are one: sums of tied weights have the
     order of the schedule."""
     model = infinity.offload(make(kind), {"tiers": {"device": {"kind": "cpu"}}})
-    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    run = Side(model, infinity.AdamW(model, lr=1e-2))
     steps(run, count)
     weights = list(run.values().values())
     infinity.close(model)

@@ -13,8 +13,7 @@ import infinity
 from infinity.errors import UnsupportedError
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, Side
-from .scenarios import PLAN, compare, finish, trained
+from .harness import Named, Side, compare, finish, trained
 
 # -- requires_grad between forward and backward ----------------------------------------------------
 
@@ -59,7 +58,7 @@ def test_a_parameter_that_is_frozen_before_the_backward_gets_no_gradient(
 ) -> None:
     def scenario(side: Side) -> Named:
         seen: Named = {}
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        optimizer = side.adamw()
         for step in range(4):
             loss = side.model(torch.linspace(-1, 1, 8).view(2, 4) + step).pow(2).mean()
             if step == 1:  # There is a gradient of the step before, too.

@@ -15,8 +15,7 @@ from infinity.streaming.passes import Beginnings
 from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, OffloadedSide, PlainSide, Side
-from .scenarios import PLAN, finish
+from .harness import Named, Side, finish
 
 WIDTH = 128
 
@@ -93,20 +92,20 @@ def test_parts_are_fetched_as_predicted(loop: Callable[..., None], swap_director
     """From the second step on no fetch is unforeseen."""
 
     def scenario(side: Side, unplanned: list[float]) -> Named:
-        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        optimizer = side.adamw()
         for step in range(5):
             loop(side.model, step)
             optimizer.step()
             optimizer.zero_grad()
-            if isinstance(side, OffloadedSide):
+            if not side.is_plain:
                 counters = infinity.engine_of(side.model).counters.snapshot()
                 unplanned.append(counters["fetches_unplanned"])
         return finish(side, {})
 
-    expected = scenario(PlainSide(pair()), [])
+    expected = scenario(Side(pair(), is_plain=True), [])
     unplanned: list[float] = []
     with offloaded(pair(), swap_config(swap_directory)) as model:
-        came = scenario(OffloadedSide(model), unplanned)
+        came = scenario(Side(model), unplanned)
     assert not differences(expected, came)
     assert unplanned[0] > 0 and len(set(unplanned[1:])) == 1, unplanned
 

@@ -41,9 +41,9 @@ from tests.support.exhaustive import sampled
 from tests.support.offloading import KINDS, offloaded, swap_config
 
 from .harness import (
-    OffloadedSide,
     Plan,
     Record,
+    Side,
     assert_same_run,
     plain_run,
     run,
@@ -306,7 +306,7 @@ def test_fp32_has_the_bits_of_plain_pytorch(
         entry.build(0), config_of(case, swap_directory), device=device_of(case)
     ) as model:
         check_places(model, case)
-        record = run(entry, OffloadedSide(model), plan, groups=groups)
+        record = run(entry, Side(model), plan, groups=groups)
         assert_same_run(reference(case.model, steps), record)
 
 
@@ -339,7 +339,7 @@ def test_lists_of_tiers_fill_in_order(
         )
         config["tiers"]["device"]["capacity"] = "16MiB"
     with offloaded(entry.build(0), config) as model:
-        assert_same_run(reference("decoder"), run(entry, OffloadedSide(model), PLAN, groups=groups))
+        assert_same_run(reference("decoder"), run(entry, Side(model), PLAN, groups=groups))
 
 
 def test_several_compute_threads_and_several_drives(
@@ -365,7 +365,7 @@ def test_several_compute_threads_and_several_drives(
             config = swap_config(tmp_path / engine, placement="nvme", engine=engine)
             config["tiers"]["nvme"].append({"path": str(tmp_path / "second"), "weight": 2.5})
             with offloaded(entry.build(0), config) as model:
-                assert_same_run(expected, run(entry, OffloadedSide(model), plan, groups=groups))
+                assert_same_run(expected, run(entry, Side(model), plan, groups=groups))
     finally:
         torch.set_num_threads(threads)
 
@@ -375,7 +375,7 @@ def test_the_chunk_of_the_update_does_not_matter(chunk: str, swap_directory: Pat
     entry = MODELS["decoder"]
     config = swap_config(swap_directory, placement="nvme", update_chunk=chunk)
     with offloaded(entry.build(0), config, units="auto") as model:
-        assert_same_run(reference("decoder"), run(entry, OffloadedSide(model), PLAN, groups=groups))
+        assert_same_run(reference("decoder"), run(entry, Side(model), PLAN, groups=groups))
 
 
 # --- bf16 -------------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_bf16_has_the_same_bits_on_every_placement(
     config = config_of(case, swap_directory, compute="bfloat16")
     with offloaded(entry.build(0), config, device=device_of(case)) as model:
         check_places(model, case)
-        record = run(entry, OffloadedSide(model), PLAN, groups=groups)
+        record = run(entry, Side(model), PLAN, groups=groups)
         engine = infinity.engine_of(model)
         for name, weight in expected.weights.items():
             master = engine.read_parameter(name, master=True)

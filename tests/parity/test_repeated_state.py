@@ -31,7 +31,7 @@ from infinity.modules.accumulate.proof import Proof, checksums
 from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import OffloadedSide, PlainSide
+from .harness import Side
 
 WIDTH = 8
 
@@ -228,7 +228,7 @@ def check(
                 losses.append(loss.detach())
             found = infinity.forward_backward(mine, lambda x: loss_of(mine, x), batches(step))
             assert all(map(torch.equal, losses, found))
-            assert not differences(PlainSide(plain).gradients(), OffloadedSide(mine).gradients())
+            assert not differences(Side(plain, is_plain=True).gradients(), Side(mine).gradients())
             assert state_of(plain) == state_of(mine)
             plain.zero_grad()
             mine.zero_grad()
@@ -271,7 +271,7 @@ def test_a_repeated_forward_draws_the_numbers_of_the_first(swap_directory: Path)
                 infinity.forward_backward(mine, lambda x: square(mine, x), batches(0, 1))
             seeds.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
         assert seeds[0] == seeds[1]
-        assert not differences(PlainSide(plain).gradients(), OffloadedSide(mine).gradients())
+        assert not differences(Side(plain, is_plain=True).gradients(), Side(mine).gradients())
         losses = infinity.forward_backward(mine, lambda x: square(mine, x), batches(0))
         assert len({loss.item() for loss in losses}) == 3
 
@@ -454,7 +454,7 @@ def test_compiled_code_runs_in_parts(swap_directory: Path) -> None:
     torch.manual_seed(0)
     with offloaded(Mixes(), swap_config(swap_directory)) as mine:
         infinity.forward_backward(mine, lambda x: square(mine, x), batch)
-        found = OffloadedSide(mine).gradients()
+        found = Side(mine).gradients()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)
 
@@ -482,7 +482,7 @@ def test_what_a_loss_keeps_in_an_object_is_that_of_its_micro_batch(swap_director
     with offloaded(Model(Block), swap_config(swap_directory)) as model:
         mine = Program(model)
         infinity.forward_backward(model, lambda x: mine.loss(x), batches(0))
-        found = OffloadedSide(model).gradients()
+        found = Side(model).gradients()
     assert mine.count == plain.count and mine.seen == plain.seen
     assert torch.equal(mine.scale, plain.scale)
     for name, parameter in plain.model.named_parameters():

@@ -18,10 +18,7 @@ from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import Named, OffloadedSide, PlainSide, Plan, Side
-from .scenarios import compare, trained
-
-PLAN = Plan(lr=3e-2, weight_decay=0.1)
+from .harness import Named, Side, compare, trained
 
 
 class Normed(nn.Module):
@@ -66,7 +63,7 @@ def build() -> nn.Module:
 
 def train(side: Side) -> Named:
     x = torch.linspace(-1, 1, 24).view(3, 8)
-    return trained(side, lambda model, step: model(x + step).pow(2).mean(), steps=4, plan=PLAN)
+    return trained(side, lambda model, step: model(x + step).pow(2).mean(), steps=4, lr=3e-2)
 
 
 @pytest.mark.parametrize("placement", ["nvme", "host"])
@@ -222,9 +219,9 @@ def test_an_access_that_writes_nothing_changes_nothing(swap_directory: Path) -> 
 def test_replaced_data_reaches_the_tiers_from_a_device_with_its_own_memory(
     swap_directory: Path,
 ) -> None:
-    expected = train(PlainSide(build()))
+    expected = train(Side(build(), is_plain=True))
     with offloaded(build(), swap_config(swap_directory), device=SimulatedDevice()) as model:
-        came = train(OffloadedSide(model))
+        came = train(Side(model))
     assert not differences(expected, came)
 
 

@@ -19,7 +19,7 @@ from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.gradients.tensors import THREAD_NAME
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import covering, sampled
-from tests.support.two_sides import Run, compare, offloaded
+from tests.support.two_sides import Side, compare, offloaded
 
 from .norm_support import let_norms_finish, tasks_of, told_by
 from .test_norm_tasks import NUM_TENSORS, NUM_THREADS, Held, steps, until
@@ -32,22 +32,22 @@ def some_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "norm_threads", lambda own: NUM_THREADS)
 
 
-def resting(directory: Path, *, delay_s: float = 0.002, **changes: Any) -> Run:
+def resting(directory: Path, *, delay_s: float = 0.002, **changes: Any) -> Side:
     changes = {"gradients": "device", "schedule": {"updates": "deferred"}} | changes
     return offloaded(directory, device=SimulatedDevice(delay_s=delay_s), **changes)
 
 
-def store_of(run: Run) -> GradientStore:
+def store_of(run: Side) -> GradientStore:
     gradients = infinity.engine_of(run.model).gradients
     assert isinstance(gradients, GradientStore)
     return gradients
 
 
-def resting_of(run: Run) -> RestingNorms:
+def resting_of(run: Side) -> RestingNorms:
     return store_of(run)._resting
 
 
-def lent_to_norms(run: Run) -> list[str]:
+def lent_to_norms(run: Side) -> list[str]:
     return [label for label in resting_of(run)._pool.lent() if "measured" in label]
 
 
@@ -66,7 +66,7 @@ def test_bits_of_plain_pytorch(
 ) -> None:
     others = STATE if on_device == "all-state" else {}
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         for number in range(5):
             # One step has more gradients than the last.
             run.backward(*range(10 * number, 10 * number + 1 + (number == 3)))

@@ -18,7 +18,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.autograd.outputs import detach_from_parameters, tensors_in
 from tests.support.offloading import offloaded, swap_config
 
-from .scenarios import compare, trained
+from .harness import compare, trained
 
 
 class Slots:

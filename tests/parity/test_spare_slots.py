@@ -23,7 +23,7 @@ from infinity.streaming.updates.updater import Updater
 from infinity.testing.faulty_engine import WrappedEngine
 from tests.support.exhaustive import sampled
 from tests.support.two_sides import (
-    Run,
+    Side,
     compare,
     config_of,
     loss_of,
@@ -36,7 +36,7 @@ from tests.support.two_sides import (
 CLIPPED = 1e-3  # Every gradient is longer.
 
 
-def clipped_steps(run: Run) -> list[torch.Tensor]:
+def clipped_steps(run: Side) -> list[torch.Tensor]:
     return steps(run, 4, lambda _: CLIPPED)
 
 
@@ -78,7 +78,7 @@ def on_a_late_drive(
     dtype: torch.dtype = torch.float32,
     kind: type[LateWrites] = LateWrites,
     **changes: Any,
-) -> tuple[Run, Engine, LateWrites]:
+) -> tuple[Side, Engine, LateWrites]:
     drives: list[LateWrites] = []
 
     def wrap(engine: StorageEngine) -> StorageEngine:
@@ -90,7 +90,7 @@ def on_a_late_drive(
     engine = build(
         model, config, weights=None, seed=0, units="auto", device=None, wrap_storage=wrap
     )
-    run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    run = Side(model, infinity.AdamW(model, lr=1e-2))
     return run, engine, drives[0]
 
 
@@ -189,7 +189,7 @@ def test_a_host_that_is_full_has_no_spare_slots_and_no_error(
     compare(clipped_steps, run)
 
 
-EVENTS: list[Callable[[Run, int, list[torch.Tensor]], None]] = [
+EVENTS: list[Callable[[Side, int, list[torch.Tensor]], None]] = [
     lambda run, number, seen: seen.append(run.weight("blocks.3.up.weight")),
     lambda run, number, seen: seen.append(run.gradient("blocks.1.up.weight")),
     lambda run, number, seen: run.backward(100 + number),
@@ -202,7 +202,7 @@ EVENTS: list[Callable[[Run, int, list[torch.Tensor]], None]] = [
 ]
 
 
-def write(run: Run, name: str, factor: float) -> None:
+def write(run: Side, name: str, factor: float) -> None:
     value = run.weight(name) * factor
     if run.is_plain:
         run.model.get_parameter(name).data.copy_(value)
@@ -210,18 +210,18 @@ def write(run: Run, name: str, factor: float) -> None:
         infinity.engine_of(run.model).write_parameter(name, value)
 
 
-def scale(run: Run, block: int, factor: float) -> None:
+def scale(run: Side, block: int, factor: float) -> None:
     module = run.model.get_submodule(f"blocks.{block}.up")
     with torch.no_grad(), nullcontext() if run.is_plain else infinity.gather(module, modify=True):
         module.get_parameter("weight").mul_(factor)
 
 
-def look(run: Run, number: int) -> torch.Tensor:
+def look(run: Side, number: int) -> torch.Tensor:
     with torch.no_grad():
         return loss_of(run.model, number)
 
 
-def moment(run: Run, name: str) -> torch.Tensor:
+def moment(run: Side, name: str) -> torch.Tensor:
     found = run.optimizer.state[run.model.get_parameter(name)]["exp_avg"]
     assert isinstance(found, torch.Tensor)
     return found.clone()
@@ -241,7 +241,7 @@ def test_whoever_looks_or_changes_anything_at_any_time_sees_what_plain_pytorch_h
     assert counters["chunks_read_in_backward"] > 0
 
 
-def eventful_steps(run: Run, seed: int) -> list[torch.Tensor]:
+def eventful_steps(run: Side, seed: int) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     seen = steps(run, 2, lambda _: CLIPPED)
     for number in range(2, 14):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from infinity.testing.simulated_device import SimulatedDevice
-from tests.support.two_sides import Run, compare, offloaded
+from tests.support.two_sides import Side, compare, offloaded
 
 
-def clipped_then_not(run: Run) -> list[torch.Tensor]:
+def clipped_then_not(run: Side) -> list[torch.Tensor]:
     """Steps over one sum; a clip factor stays in the sum that the next one measures and uses."""
     zero_grad, run.optimizer.zero_grad = run.optimizer.zero_grad, lambda: None
     for number in range(2):

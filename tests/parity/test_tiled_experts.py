@@ -28,7 +28,7 @@ from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences, same_bits
 from tests.support.offloading import offloaded, swap_config
 
-from .harness import OffloadedSide, Plan, Record, assert_same_run, plain_run, run
+from .harness import Plan, Record, Side, assert_same_run, plain_run, run
 from .zoo import DECODER, ZOO, Entry, configuration
 
 EXPERT_NBYTES = 3 * 96 * 64 * 4
@@ -172,7 +172,7 @@ def test_training_is_that_of_the_untiled_model(
     with offloaded(build(), options, device=device) as model:
         experts = [module for module in model.modules() if isinstance(module, TiledExperts)]
         assert [len(each.tiles) for each in experts] == [4, 4]
-        actual = run(MIXTRAL, OffloadedSide(model), PLAN)
+        actual = run(MIXTRAL, Side(model), PLAN)
     assert_same_run(expected, by_whole(actual))
 
 
@@ -216,7 +216,7 @@ def test_experts_four_times_the_window_train(swap_directory: Path) -> None:
     with offloaded(
         build(), config(swap_directory, device_nbytes=window_nbytes), device=device
     ) as m:
-        actual = run(MIXTRAL, OffloadedSide(m), PLAN)
+        actual = run(MIXTRAL, Side(m), PLAN)
         assert 0 < device.attached_high_water_nbytes <= window_nbytes
     assert_same_run(plain_run(MIXTRAL, PLAN), by_whole(actual))
 

@@ -43,10 +43,9 @@ from tests.support.models import TinyDecoder
 from tests.support.offloading import offloaded, swap_config
 
 from .harness import (
-    OffloadedSide,
-    PlainSide,
     Plan,
     Record,
+    Side,
     assert_same_run,
     held_units,
     plain_run,
@@ -206,7 +205,7 @@ def engine_run(config: Any, *, device: Any = None) -> Record:
         assert isinstance(model.head, TiledLinear) and isinstance(model.tokens, TiledEmbedding)
         assert len(model.head.tiles) == 4
         assert model.head.tiles[0].weight is model.tokens.tiles[0].weight
-        return run(WHOLE, OffloadedSide(model), PLAN)
+        return run(WHOLE, Side(model), PLAN)
 
 
 @pytest.fixture(scope="module")
@@ -297,11 +296,11 @@ def test_a_layer_four_times_the_window_trains(swap_directory: Path) -> None:
     with offloaded(wide(), config, device=device) as model:
         tiles = model.blocks[0][1].tiles  # type: ignore[index,union-attr]
         assert len(tiles) == 4
-        actual = run(WIDE, OffloadedSide(model), PLAN)
+        actual = run(WIDE, Side(model), PLAN)
         assert 0 < device.attached_high_water_nbytes <= window_nbytes
     model = wide()
     limit_nbytes = 64 * 257 * 4
-    plain = run(WIDE, PlainSide(cut(model, limit_nbytes)), PLAN)
+    plain = run(WIDE, Side(cut(model, limit_nbytes), is_plain=True), PLAN)
     assert_same_run(plain, actual)
 
 
@@ -326,11 +325,11 @@ def test_auto_on_the_cpu_trains_in_less_host_memory(swap_directory: Path) -> Non
     config = tiled_config(swap_directory, tile="auto", host_nbytes=whole // 2)
     with offloaded(wide(), config) as model:
         assert isinstance(model.blocks[0][1], TiledLinear)  # type: ignore[index]
-        actual = run(WIDE, OffloadedSide(model), PLAN)
+        actual = run(WIDE, Side(model), PLAN)
     names = [name for name in actual.weights if name.startswith("blocks.0.1.tiles")]
     num_tiles = len(names) // 2
     rows = 256 // num_tiles
-    plain = run(WIDE, PlainSide(cut(wide(), rows * 257 * 4)), PLAN)
+    plain = run(WIDE, Side(cut(wide(), rows * 257 * 4), is_plain=True), PLAN)
     assert_same_run(plain, actual)
 
 
@@ -580,7 +579,7 @@ def test_layer_major_accumulation_with_tiles_in_blocks(swap_directory: Path) -> 
                 model, lambda seed: WIDE.loss(model, wide_batch(seed)) / 3, seeds
             )
             assert len(losses) == 3
-            assert not differences(PlainSide(plain).gradients(), OffloadedSide(model).gradients())
+            assert not differences(Side(plain, is_plain=True).gradients(), Side(model).gradients())
 
 
 @pytest.mark.parametrize(("tile", "tile_micro_batches"), [(0, 1), ("64KiB", 1), ("64KiB", 3)])
@@ -670,7 +669,7 @@ def test_micro_batches_that_wait_at_tiles(
         torch.manual_seed(4)
         Entering.notes = SimpleQueue()
         infinity.forward_backward(model, lambda seed: WIDE.loss(model, wide_batch(seed)), seeds)
-        return OffloadedSide(model).gradients()
+        return Side(model).gradients()
 
     config = tiled_config(
         swap_directory, tile=64 * 257 * 4, host_nbytes="4MiB", schedule={"tile_micro_batches": 1}
@@ -701,8 +700,8 @@ def test_accumulating_a_tied_decoder(swap_directory: Path) -> None:
     config = tiled_config(swap_directory, host_nbytes="16MiB")
     with offloaded(decoder(), config) as model:
         infinity.forward_backward(model, lambda seed: WHOLE.loss(model, batch(seed)) / 2, [1, 2])
-        found = OffloadedSide(model).gradients()
-    for name, gradient in PlainSide(plain).gradients().items():
+        found = Side(model).gradients()
+    for name, gradient in Side(plain, is_plain=True).gradients().items():
         assert gradient is not None
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
@@ -717,8 +716,8 @@ def test_checkpointed_activations_and_bf16(swap_directory: Path) -> None:
     with offloaded(build(0), tiled_config(swap_directory, host_nbytes="16MiB")) as model:
         assert isinstance(model.model.embed_tokens, TiledEmbedding)  # type: ignore[union-attr]
         assert isinstance(model.lm_head, TiledLinear)
-        actual = run(entry, OffloadedSide(model), plan)
-    assert_same_run(run(entry, PlainSide(cut(build(0))), plan), actual)
+        actual = run(entry, Side(model), plan)
+    assert_same_run(run(entry, Side(cut(build(0)), is_plain=True), plan), actual)
     config = tiled_config(swap_directory, host_nbytes="16MiB", compute="bfloat16", tile="64KiB")
     with offloaded(build(0), config) as model:
         optimizer = infinity.AdamW(model, lr=1e-2)
@@ -761,10 +760,10 @@ def test_adapters_over_a_tiled_base(swap_directory: Path) -> None:
     with offloaded(build(0), tiled_config(swap_directory, host_nbytes="16MiB")) as model:
         base = model.base_model.model.lm_head.base_layer  # type: ignore[union-attr]
         assert isinstance(base, TiledLinear) and not base.weight.requires_grad
-        actual = run(entry, OffloadedSide(model), plan)
+        actual = run(entry, Side(model), plan)
         adapter = peft.get_peft_model_state_dict(model)
         assert adapter and not any("tiles" in name for name in adapter)
-    assert_same_run(run(entry, PlainSide(cut(build(0))), plan), actual)
+    assert_same_run(run(entry, Side(cut(build(0)), is_plain=True), plan), actual)
 
 
 def _step(model: nn.Module, optimizer: Any, seed: int) -> float:
@@ -837,7 +836,7 @@ def test_all_habits_of_models(
     plain = plain_run(entry, plan)
     with offloaded(entry.build(0), swap_config(swap_directory, host_nbytes="64MiB")) as model:
         assert any(isinstance(module, Tiled) for module in model.modules())
-        record = run(entry, OffloadedSide(model), plan)
+        record = run(entry, Side(model), plan)
         whole = set(dict(named_parameters_of(model)))
     assert whole == set(plain.weights)
     # In the dtypes that models choose: bf16 has 8 bits, and autograd rounds its sums to it.

@@ -28,7 +28,7 @@ from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.device import Copy
 from tests.support.exhaustive import sampled
 from tests.support.two_sides import (
-    Run,
+    Side,
     compare,
     loss_of,
     make,
@@ -41,17 +41,17 @@ from tests.support.two_sides import (
 WORKER = "infinity-updates"
 
 
-def beside(directory: Path, seed: int = 0, **changes: Any) -> Run:
+def beside(directory: Path, seed: int = 0, **changes: Any) -> Side:
     return offloaded(directory, device=SimulatedDevice(seed, delay_s=1e-4), **changes)
 
 
-def early_of(run: Run) -> UpdateTurns:
+def early_of(run: Side) -> UpdateTurns:
     updater = infinity.engine_of(run.model).updater
     assert isinstance(updater, Updater)
     return updater._turns
 
 
-def let_worker_finish(run: Run) -> None:
+def let_worker_finish(run: Side) -> None:
     """Waits until the worker has updated every unit whose weights it has."""
     if run.is_plain:
         return
@@ -69,7 +69,7 @@ def workers() -> list[threading.Thread]:
 def test_the_worker_updates_while_nobody_calls_the_engine(
     swap_directory: Path, gradients: str
 ) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         for number in range(8):
             run.backward(number)
             let_worker_finish(run)
@@ -146,7 +146,7 @@ def test_a_worker_that_is_interrupted_anywhere_changes_no_bit(
     """Looks, clipping and further backwards come while the worker is somewhere."""
     draw = torch.Generator().manual_seed(seed)
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         draw.manual_seed(seed)
         seen = steps(run, 3)
         for number in range(3, 12):
@@ -225,7 +225,7 @@ def test_a_model_that_is_dropped_ends_its_worker(swap_directory: Path) -> None:
 PLACEMENTS = {"nvme": {}, "host": ALL_ON_HOST, "both": {"moments": "nvme", "parameters": "host"}}
 
 
-def updater_of(run: Run) -> Updater:
+def updater_of(run: Side) -> Updater:
     updater = infinity.engine_of(run.model).updater
     assert isinstance(updater, Updater)
     return updater
@@ -265,7 +265,7 @@ def test_the_worker_updates_the_next_units_while_the_model_waits_in_a_block(
         unit.index for unit in updater._store.units if unit.name.startswith("blocks.3")
     )
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         losses = steps(run, 4, lambda _: 1e-3)
         if not run.is_plain:
             stop.is_over = lambda: following not in pending
@@ -283,7 +283,7 @@ def test_a_worker_of_pending_updates_that_is_interrupted_anywhere_changes_no_bit
 ) -> None:
     draw = torch.Generator()
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         draw.manual_seed(seed)
         seen = []
         for number in range(10):

@@ -22,7 +22,7 @@ from infinity.streaming.weights.state import WeightState
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostPool
 from infinity.tiers.streams import StreamCopy
-from tests.support.two_sides import Run, compare, loss_of, offloaded, same_bits, steps
+from tests.support.two_sides import Side, compare, loss_of, offloaded, same_bits, steps
 
 from . import test_narrow_sums as narrow
 from .test_update_worker import WORKER, beside, early_of, let_worker_finish, updater_of
@@ -81,7 +81,7 @@ def take_memory_of_sums(engine: Engine, held: HeldUpdates) -> None:
 
 
 def test_a_sum_that_an_early_update_reads_keeps_its_memory(swap_directory: Path) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         seen = steps(run, 3)
         loss = loss_of(run.model, 3)
         if run.is_plain:
@@ -98,7 +98,7 @@ def test_a_sum_that_an_early_update_reads_keeps_its_memory(swap_directory: Path)
 
 
 def test_a_sum_that_a_pending_update_reads_keeps_its_memory(swap_directory: Path) -> None:
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         seen = steps(run, 3)
         if not run.is_plain:
             engine, pending = infinity.engine_of(run.model), updater_of(run)._turns.pending
@@ -141,7 +141,7 @@ def test_the_old_state_counts_though_new_weights_meet_an_error(
 ) -> None:
     """A look takes an early update back while its new weights are read again, or written."""
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         seen = steps(run, 3)
         if not run.is_plain:
             early_of(run).policy.share = 1.0  # It may have found that there is no time.
@@ -154,7 +154,7 @@ def test_the_old_state_counts_though_new_weights_meet_an_error(
         run.step(1e-3)
         return [*seen, *steps(run, 1, start=4)]
 
-    def look_among_errors(run: Run) -> torch.Tensor:
+    def look_among_errors(run: Side) -> torch.Tensor:
         engine, early = infinity.engine_of(run.model), early_of(run)
         [unit] = [u for u in engine.store.units if u.name.startswith("blocks.3")]
         assert early._early[unit.index].is_done
@@ -180,7 +180,7 @@ def test_the_old_state_counts_though_new_weights_meet_an_error(
     assert compare(body, beside(swap_directory))["early_updates_undone"] > 0
 
 
-def twice_a_step(run: Run) -> list[torch.Tensor]:
+def twice_a_step(run: Side) -> list[torch.Tensor]:
     for number in range(3):
         run.backward(10 * number, 10 * number + 1)
         run.step()
@@ -260,7 +260,7 @@ def test_a_gradient_that_comes_without_a_use_waits_for_the_pending_update(
 ) -> None:
     """A graph over a gathered weight, whose backward runs after the step."""
 
-    def body(run: Run) -> list[torch.Tensor]:
+    def body(run: Side) -> list[torch.Tensor]:
         seen = steps(run, 2)
         weight = run.model.blocks[0].up.weight
         if run.is_plain:

@@ -26,10 +26,9 @@ from tests.support.offloading import offloaded, swap_config
 
 from .harness import (
     LEAST_HOST_NBYTES,
-    OffloadedSide,
-    PlainSide,
     Plan,
     Record,
+    Side,
     assert_same_run,
     held_units,
     offloaded_run,
@@ -58,7 +57,7 @@ def plan_for(name: str, checkpointing: bool) -> Plan:
 def reference(name: str, checkpointing: bool) -> Record:
     model = ZOO[name].build(0)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    record = run(ZOO[name], PlainSide(model), plan_for(name, checkpointing))
+    record = run(ZOO[name], Side(model, is_plain=True), plan_for(name, checkpointing))
     # The modules of this architecture, imported just now, stay: no later collection looks at them.
     del model
     gc.collect()
@@ -107,7 +106,7 @@ def test_trains_like_plain_pytorch(name: str, where: str, swap_directory: Path) 
         config = swap_config(None, placement="host")
         device = SimulatedDevice(seed=3, delay_s=2e-4)
     with offloaded(model, config, device=device) as model:
-        assert_same_run(expected, run(entry, OffloadedSide(model), plan_for(name, False)))
+        assert_same_run(expected, run(entry, Side(model), plan_for(name, False)))
 
 
 @pytest.mark.parametrize("name", sampled(CHECKPOINTING, lambda name: name in CHECKPOINTING[::8]))
@@ -191,4 +190,4 @@ def test_no_unit_is_in_use_after_an_exception(
         assert failed_in == {"forward", "backward"}
         model.zero_grad()
         # Random numbers were drawn and buffers may have moved; these models have neither.
-        assert_same_run(reference(name, checkpointing), run(entry, OffloadedSide(model), plan))
+        assert_same_run(reference(name, checkpointing), run(entry, Side(model), plan))

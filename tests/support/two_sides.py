@@ -1,6 +1,6 @@
 """One loop, run by a plain model and by an offloaded one: all that the loop sees has the same bits.
 
-A *body* trains through a `Run` and returns what it saw. `compare` runs it on both sides, and compares
+A *body* trains through a `Side` and returns what it saw. `compare` runs it on both sides, and compares
 the weights after it, too.
 """
 
@@ -98,26 +98,42 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 
 
 Clip = Callable[[int], float | None]
+Named = dict[str, torch.Tensor | None]
 
 
-class Run:
-    """One side: the same loop over a plain and over an offloaded model."""
+class Side:
+    """One side of a comparison: a plain model, or an offloaded one that is used as its users do."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, *, is_plain: bool) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any = None, *, is_plain: bool = False) -> None:
         self.model, self.optimizer, self.is_plain = model, optimizer, is_plain
+
+    def adamw(self, groups: Any = None, *, lr: float = 1e-2, weight_decay: float = 0.1) -> Any:
+        """Makes the side's optimizer: infinity's AdamW, or torch's fused one."""
+        groups = self.model.parameters() if groups is None else groups
+        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        if self.is_plain:
+            self.optimizer = torch.optim.AdamW(groups, fused=True, **options)
+        else:
+            self.optimizer = infinity.AdamW(groups, **options)
+        return self.optimizer
 
     def backward(self, *numbers: int) -> None:
         """The backwards of these batches, one after the other."""
         for number in numbers:
             loss_of(self.model, number).backward()
 
-    def step(self, max_norm: float | None = None) -> None:
-        if self.is_plain:
-            if max_norm is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        else:
+    def update(self, max_norm: float | None = None) -> torch.Tensor | None:
+        """A clipped step that forgets no gradient. Returns the norm, None without clipping."""
+        norm = None
+        if not self.is_plain:
             self.optimizer.max_grad_norm = max_norm
+        elif max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         self.optimizer.step()
+        return norm if self.is_plain or max_norm is None else self.optimizer.grad_norm
+
+    def step(self, max_norm: float | None = None) -> None:
+        self.update(max_norm)
         self.optimizer.zero_grad()
 
     def gradient(self, name: str) -> torch.Tensor:
@@ -134,8 +150,44 @@ class Run:
         return infinity.engine_of(self.model).read_parameter(name)
 
     def values(self) -> dict[str, torch.Tensor]:
-        names = [name for name, _ in self.model.named_parameters()]
-        return {name: self.weight(name) for name in names}
+        """The weights, each read by itself."""
+        return {name: self.weight(name) for name, _ in self.model.named_parameters()}
+
+    def gradients(self) -> Named:
+        return self._shown(lambda parameter: parameter.grad)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        found = self._shown(lambda parameter: parameter)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _shown(self, shown: Callable[[torch.Tensor], torch.Tensor | None]) -> Named:
+        """Copies on the host of what is shown of every parameter, in the model's order; of one unit
+        at a time, since the budgets of tests do not hold the whole model."""
+        parts = dict(self.model.named_parameters())
+        together: dict[Any, list[str]] = {(): list(parts)}
+        if not self.is_plain:
+            together.clear()
+            engine = infinity.engine_of(self.model)
+            for name, handle in parts.items():
+                units = tuple(param.unit.index for param in engine.params_of([handle]))
+                together.setdefault(units, []).append(name)
+        found: Named = dict.fromkeys(parts)
+        for names in together.values():
+            unit = [parts[name] for name in names]
+            with contextlib.nullcontext() if self.is_plain else infinity.gather(unit):
+                for name in names:
+                    value = shown(self.model.get_parameter(name))
+                    found[name] = None if value is None else value.detach().clone().cpu()
+        return found
+
+    def settled(self) -> None:
+        """Fails if some forward or backward has not given a unit back."""
+        assert self.is_plain or not held_units(self.model), f"held: {held_units(self.model)}"
+
+
+def held_units(model: nn.Module) -> list[str]:
+    """Units that some forward or backward has not given back."""
+    return list(infinity.engine_of(model).resident_units())
 
 
 @contextmanager
@@ -178,7 +230,7 @@ def idle_drives() -> Iterator[None]:
         yield
 
 
-Body = Callable[[Run], list[torch.Tensor]]
+Body = Callable[[Side], list[torch.Tensor]]
 
 
 def config_of(directory: Path, **changes: Any) -> dict[str, Any]:
@@ -199,15 +251,14 @@ def config_of(directory: Path, **changes: Any) -> dict[str, Any]:
 
 def offloaded(
     directory: Path, *, device: Any = None, model: nn.Module | None = None, **changes: Any
-) -> Run:
+) -> Side:
     model = infinity.offload(model or make(), config_of(directory, **changes), device=device)
-    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+    return Side(model, infinity.AdamW(model, lr=1e-2))
 
 
 def plain_run(body: Body, kind: type[Model] = Model, lr: float = 1e-2) -> list[torch.Tensor]:
-    model = make(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-    run = Run(model, optimizer, is_plain=True)
+    run = Side(make(kind), is_plain=True)
+    run.adamw(lr=lr, weight_decay=1e-2)
     return [*body(run), *run.values().values()]
 
 
@@ -215,7 +266,7 @@ def same_bits(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) 
     return len(expected) == len(actual) and all(map(torch.equal, expected, actual))
 
 
-def compare(body: Body, run: Run, kind: type[Model] = Model) -> dict[str, float]:
+def compare(body: Body, run: Side, kind: type[Model] = Model) -> dict[str, float]:
     """Runs `body` with plain PyTorch and with `run`, which ends. Returns its counters."""
     expected = plain_run(body, kind)
     actual = [*body(run), *run.values().values()]
@@ -225,7 +276,7 @@ def compare(body: Body, run: Run, kind: type[Model] = Model) -> dict[str, float]
     return counters
 
 
-def steps(run: Run, count: int, clip: Clip = lambda _: None, start: int = 0) -> list[torch.Tensor]:
+def steps(run: Side, count: int, clip: Clip = lambda _: None, start: int = 0) -> list[torch.Tensor]:
     """So many steps of a batch each. Returns their losses."""
     losses = []
     for number in range(start, start + count):
@@ -236,7 +287,7 @@ def steps(run: Run, count: int, clip: Clip = lambda _: None, start: int = 0) -> 
     return losses
 
 
-def layer_major_steps(run: Run) -> list[torch.Tensor]:
+def layer_major_steps(run: Side) -> list[torch.Tensor]:
     """Five steps of two micro-batches, layer by layer on the offloaded side."""
     for step in range(5):
         numbers = [2 * step, 2 * step + 1]
