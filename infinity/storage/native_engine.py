@@ -35,7 +35,6 @@ from infinity.storage.protocol import (
     Segment,
     StorageEngine,
     Ticket,
-    histogram,
 )
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class NativeEngine(StorageEngine):
     @override
     def stats(self) -> EngineStats:
         files = tuple(
-            FileStats(*fields[:-2], *map(histogram, fields[-2:])) for fields in self._core.stats()
+            FileStats(*fields[:-2], *map(tuple, fields[-2:])) for fields in self._core.stats()
         )
         devices = tuple(
             DeviceStats(
@@ -139,7 +138,7 @@ class NativeEngine(StorageEngine):
                 num_cancelled=lane["num_cancelled"],
                 cpu_s=lane["cpu_s"],
                 stall_s=lane["stall_s"],
-                queue_wait=histogram(lane["queue_wait"]),
+                queue_wait=tuple(lane["queue_wait"]),
             )
             for lane in self._core.lanes()
         )

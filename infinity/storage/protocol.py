@@ -16,14 +16,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, TypeAlias
 
 from typing_extensions import override
 
 Operation = Literal["read", "write"]
 
-_FIRST_BOUND_S = 2**14 * 1e-9
-_NUM_BUCKETS = 94
 _SUMMED = (
     "read_nbytes", "write_nbytes", "num_reads", "num_writes", "num_retries", "num_short_transfers",
     "num_errors", "busy_s",
@@ -209,37 +207,8 @@ class StorageEngine(Protocol):
 # to see what happened in between.
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyHistogram:
-    """Counts of latencies in log-linear buckets, four per power of two from 16 us to 128 s.
-
-    `counts` has one number per bucket: below the first bound, between neighbours, above the last.
-    """
-
-    counts: tuple[int, ...] = (0,) * _NUM_BUCKETS
-
-    @staticmethod
-    def bounds_s() -> tuple[float, ...]:
-        """The lower bounds of all buckets but the first, in seconds."""
-        return tuple(
-            _FIRST_BOUND_S * 2 ** (index // 4) * (1 + index % 4 / 4)
-            for index in range(_NUM_BUCKETS - 1)
-        )
-
-    @property
-    def num_samples(self) -> int:
-        """The number of requests that were counted."""
-        return sum(self.counts)
-
-    def __add__(self, other: LatencyHistogram) -> LatencyHistogram:
-        return LatencyHistogram(
-            tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
-        )
-
-    def __sub__(self, other: LatencyHistogram) -> LatencyHistogram:
-        return LatencyHistogram(
-            tuple(a - b for a, b in zip(self.counts, other.counts, strict=True))
-        )
+# Counts of latencies, in four buckets per power of two from 16 us to 128 s (histogram.h).
+LatencyCounts: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +232,8 @@ class FileStats:
     busy_s: float = 0.0
     in_flight_s: float = 0.0
     max_in_flight: int = 0
-    read_latency: LatencyHistogram = LatencyHistogram()
-    write_latency: LatencyHistogram = LatencyHistogram()
+    read_latency: LatencyCounts = ()
+    write_latency: LatencyCounts = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +252,7 @@ class DeviceStats:
     num_cancelled: int = 0
     cpu_s: float = 0.0
     stall_s: float = 0.0
-    queue_wait: LatencyHistogram = LatencyHistogram()
+    queue_wait: LatencyCounts = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,9 +276,3 @@ class EngineStats:
     def __post_init__(self) -> None:
         for name in _SUMMED:
             object.__setattr__(self, name, sum(getattr(file, name) for file in self.by_file))
-
-
-def histogram(counts: Sequence[int]) -> LatencyHistogram:
-    """Makes a histogram of the native engine's counts."""
-    assert len(counts) == _NUM_BUCKETS
-    return LatencyHistogram(tuple(counts))
