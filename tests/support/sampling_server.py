@@ -31,7 +31,11 @@ def serving(answer: Callable[[str, Any], tuple[int, Any] | None]) -> Iterator[st
             self._reply(None)
 
         def do_POST(self) -> None:
-            self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            if "ndjson" in self.headers["Content-Type"]:
+                self._reply([json.loads(line) for line in content.splitlines()])
+            else:
+                self._reply(json.loads(content))
 
         def _reply(self, body: Any) -> None:
             with lock:

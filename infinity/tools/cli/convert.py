@@ -9,7 +9,16 @@ import typer
 
 from infinity.errors import ConfigError, refusing
 from infinity.sizes import format_nbytes, parse_nbytes
-from infinity.tools.cli.options import arg, flag, is_silent, opt, progress_bar, reply
+from infinity.tools.cli.options import (
+    Push,
+    arg,
+    flag,
+    is_silent,
+    opt,
+    progress_bar,
+    pushing,
+    reply,
+)
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -34,6 +43,7 @@ def merge(
     any_base: Annotated[
         bool, flag("--any-base", "Merge into another base than the adapter was trained over, too.")
     ] = False,
+    push: Push = None,
 ) -> None:
     """Merge a LoRA or DoRA adapter into its base, as a checkpoint.
 
@@ -47,7 +57,9 @@ def merge(
     refuse_absent_adapter(adapter)
     from infinity.tools.training.merge import plan_merge
 
+    upload = pushing(push)
     _write(plan_merge(base, adapter, to=to, any_base=any_base), out)
+    upload(out)
 
 
 def quantize(

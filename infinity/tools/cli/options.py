@@ -1,11 +1,12 @@
-"""The options that commands share, and how commands print: `--json` and `--quiet` of every command,
-and the bar on stderr."""
+"""The options that commands share, `--push` among them, and how commands print: `--json` and
+`--quiet` of every command, and the bar on stderr."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from contextvars import ContextVar
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+from infinity.errors import ConfigError, refusing
 
 
 def arg(metavar: str, text: str, **more: Any) -> Any:
@@ -38,6 +41,10 @@ Paths = Annotated[
 Json = Annotated[bool, flag("--json", "Print JSON, and nothing else.")]
 HardwareName = Annotated[
     str | None, opt("NAME", "A shipped machine, or a .toml. Default: this one.")
+]
+Push = Annotated[
+    str | None,
+    opt("OWNER/NAME", "Upload the result to this model of the hub, private if new; needs a token."),
 ]
 _T = TypeVar("_T")
 
@@ -68,6 +75,41 @@ def note(text: str) -> None:
     """Prints a line on stderr, for people."""
     if not is_silent():
         typer.echo(text, err=True)
+
+
+def pushing(name: str | None) -> Callable[[Path], None]:
+    """Returns the function that uploads the files of a directory to a model of the hub, but those
+    in folders and those by which a run describes itself. Without a name, and on other ranks than
+    the first, it does nothing. Raises ConfigError for a name and a token that the hub would refuse,
+    before anything is computed; and where the upload fails."""
+    if name is None or os.environ.get("RANK", "0") != "0":
+        return lambda _: None
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    from infinity.config.paths import RUN_NAMES
+
+    api = HfApi()
+    with refusing(f"--push {name}", Exception):
+        validate_repo_id(name)
+        who = api.whoami()
+    owners = [who["name"], *(org["name"] for org in who.get("orgs", ()))]
+    role = who.get("auth", {}).get("accessToken", {}).get("role")
+    if name.partition("/")[0] not in owners or role == "read":
+        raise ConfigError(
+            f"--push {name}: expected OWNER/NAME and a token that writes for OWNER, got one of "
+            f"{', '.join(owners)} with the role {role}"
+        )
+
+    def upload(directory: Path) -> None:
+        again = f"; {directory} is complete: hf upload {name} {shlex.quote(str(directory))}"
+        with refusing(f"--push {name}", Exception, remedy=again):
+            url = api.create_repo(name, private=True, exist_ok=True)
+            skipped = [*RUN_NAMES, ".*", "*/*"]
+            api.upload_folder(repo_id=name, folder_path=directory, ignore_patterns=skipped)
+        note(f"pushed to {url}")
+
+    return upload
 
 
 @contextmanager

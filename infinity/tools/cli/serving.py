@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from infinity.tools.cli.options import arg, flag, opt, progress_bar, reply
+from infinity.tools.cli.options import Push, arg, flag, opt, progress_bar, pushing, reply
 
 if TYPE_CHECKING:
     from infinity.tools.serving.verify import Verdict
@@ -50,6 +50,7 @@ def export_adapter(
     sheet: Annotated[
         bool, flag("--sheet/--no-sheet", "Compute infinity_sheet.json beside it.")
     ] = True,
+    push: Push = None,
 ) -> None:
     """Write an adapter in the layout that a server reads, with a sheet to check what it serves.
 
@@ -67,6 +68,7 @@ def export_adapter(
 
     found_base = base if base is not None else base_of(adapter)
     refuse_no_directory(found_base)
+    upload = pushing(push)
     with progress_bar("") as progress:
         said = passport.write_passport(
             adapter, found_base, target, server, any_base=any_base, prompts=prompts,
@@ -79,6 +81,7 @@ def export_adapter(
             f"served: infinity verify-served URL --sheet {said['sheet']}"
         )
     reply(said, text)
+    upload(target)
 
 
 def verify_served(

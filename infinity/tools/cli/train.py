@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import Quiet, arg, flag, is_silent, opt, reply
+from infinity.tools.cli.options import Push, Quiet, arg, flag, is_silent, opt, pushing, reply
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -54,6 +54,7 @@ def train(
     resume: _Resume = False,
     resume_from: _ResumeFrom = None,
     accept_changes: _AcceptChanges = False,
+    push: Push = None,
     as_json: _AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -84,6 +85,9 @@ def train(
             tracing.check(num_steps=loaded.train.steps)
 
     _refuse(loaded, resume_from)
+    if push is not None and (loaded.adapters or not loaded.output.export):
+        raise ConfigError("--push: expected one export; leave it out, or train one [adapter]")
+    upload = pushing(push)
     with outliving_streams():
         from infinity.tools.training import program
 
@@ -97,6 +101,8 @@ def train(
             raise typer.Exit(130) from None
         if as_json:
             typer.echo(json.dumps(summary.to_dict(), indent=2))
+        if exit_code == 0:
+            upload(loaded.output.directory)
     raise typer.Exit(exit_code)
 
 
