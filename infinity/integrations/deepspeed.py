@@ -23,13 +23,15 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 import infinity
@@ -197,6 +199,12 @@ class DeepSpeedEngine(nn.Module):
             return None, None
         with reporting("read", latest):
             path = Path(load_dir) / (latest.read_text().strip() if tag is None else str(tag))
+        if any(path.glob("*model_states.pt")):
+            raise _refused(
+                f"load_checkpoint({str(path)!r})", "DeepSpeed wrote it, in pickles. Its script "
+                f"makes weights of it, and moments begin anew: python {load_dir}/zero_to_fp32.py "
+                f"{load_dir} OUT --safe_serialization, then infinity.from_pretrained(OUT)"
+            )  # fmt: skip
         takes_state = load_optimizer_states and not load_module_only
         found = load(
             path, self.module, self.optimizer if takes_state else None,
@@ -411,17 +419,87 @@ def _gathered(
     return infinity.gather(offloaded, modify=modifier_rank is not None)
 
 
-comm = dist
-zero = SimpleNamespace(Init=_init, GatheredParameters=_gathered)
+_ADAM = {"bias_correction": True, "amsgrad": False, "set_grad_none": True,
+         "fp32_optimizer_states": True}  # fmt: skip
+
+
+def _adam(
+    params: Iterable[Any], lr: float = 1e-3, *, adam_w_mode: bool = True, adamw_mode: bool = True,
+    **options: Any,
+) -> torch.optim.Optimizer:  # fmt: skip
+    """FusedAdam and DeepSpeedCPUAdam: torch's AdamW or Adam, for which `initialize` puts ours."""
+    if {key: options.pop(key, value) for key, value in _ADAM.items()} != _ADAM:
+        raise _refused("ops.adam", f"it has no other than {_ADAM}")
+    kind = torch.optim.AdamW if adam_w_mode and adamw_mode else torch.optim.Adam
+    return kind(params, lr, **({"weight_decay": 0.0} | options))
+
+
+def get_accelerator() -> ModuleType:
+    """Returns the device as DeepSpeed names it; its other names are those of torch's module."""
+    has_gpu = torch.cuda.is_available()
+    kind, place = ("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else ("cpu", None)
+
+    def device_name(index: int | None = None) -> str:
+        return kind if index is None or not has_gpu else f"{kind}:{index}"
+
+    names = vars(torch.cuda) | ({} if has_gpu else vars(torch.cpu))
+    own = {name: value for name, value in names.items() if name[0] != "_"}
+    own |= {"device_name": device_name, "current_device_name": partial(device_name, place)}
+    own["communication_backend_name"] = lambda: "nccl" if has_gpu else "gloo"
+    return _module("accelerator.get_accelerator()", own)
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+def _configure(mpu_: Any, *_: Any, **options: Any) -> None:
+    if mpu_ is not None:
+        raise _refused("checkpointing.configure(mpu_=)", "tensor parallelism is given to "
+                       "infinity.offload(model_parallel_group=)")  # fmt: skip
+
+
+# By the names under which they are imported, after "deepspeed.".
+MODULES: dict[str, ModuleType] = {"comm": dist}
+
+
+def _module(name: str, names: Mapping[str, Any]) -> ModuleType:
+    """Returns a module of DeepSpeed that has these names and refuses others."""
+    made = MODULES[name] = ModuleType(f"deepspeed.{name}")
+    vars(made).update(names, __getattr__=partial(_refuse, f"{name}."), __path__=[])
+    return made
 
 
 def _refused(name: str, text: str) -> UnsupportedError:
     return UnsupportedError(f"deepspeed.{name} is not here: {text}")
 
 
-def __getattr__(name: str) -> Any:
-    """Refuses what DeepSpeed has and this module lacks, when it is imported."""
+def _refuse(place: str, name: str) -> Any:
     if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    raise _refused(name, "pipelines, MoE layers, inference engines and DeepSpeed's own optimizers "
-                   "have no translation; docs/DEEPSPEED.md lists what is there")  # fmt: skip
+        raise AttributeError(f"module {__name__!r} has no attribute {place + name!r}")
+    raise _refused(place + name, "docs/DEEPSPEED.md lists what is; pipelines, MoE layers and "
+                   "inference engines have no translation")  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    return _refuse("", name)
+
+
+__path__: list[str] = []  # Python looks for modules of a package alone, which a finder refuses.
+comm = dist
+zero = MODULES["runtime.zero"] = _module("zero", {"Init": _init, "GatheredParameters": _gathered})
+adam = _module("ops.adam", {"FusedAdam": _adam, "DeepSpeedCPUAdam": _adam})
+ops = _module("ops", {"adam": adam})
+accelerator = _module("accelerator", {"get_accelerator": get_accelerator})
+checkpointing = _module("checkpointing", {"checkpoint": _checkpoint, "configure": _configure})
+_ACTIVATIONS = "runtime.activation_checkpointing"
+MODULES[f"{_ACTIVATIONS}.checkpointing"] = checkpointing
+_module(_ACTIVATIONS, {"checkpointing": checkpointing})
+runtime = _module("runtime", {"zero": zero, "activation_checkpointing": MODULES[_ACTIVATIONS]})
+
+
+def refuse_import(name: str, path: Any = None, target: Any = None) -> None:
+    """The `find_spec` of a finder: refuses a module of DeepSpeed that is not among `MODULES`."""
+    place, _, module = name.partition(".")
+    if place == "deepspeed":
+        _refuse("", module)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -198,19 +199,21 @@ class DropIn:
 
 @contextmanager
 def _in_place_of_deepspeed() -> Iterator[None]:
-    """Has `import deepspeed` give what is here. Other modules that are imported stay."""
-    ours: dict[str, Any] = {"deepspeed": deepspeed, "deepspeed.zero": deepspeed.zero}
-    ours |= {"deepspeed.comm": deepspeed.comm}
-    before = {name: sys.modules.get(name) for name in ours}
+    """Has `import deepspeed`, and imports of its modules, give what is here. Other modules that are
+    imported stay."""
+    ours: dict[str, Any] = {"deepspeed": deepspeed}
+    ours |= {f"deepspeed.{name}": module for name, module in deepspeed.MODULES.items()}
+    before = {name: sys.modules[name] for name in ours if name in sys.modules}
+    finder: Any = SimpleNamespace(find_spec=deepspeed.refuse_import)
     sys.modules.update(ours)
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
+        sys.meta_path.remove(finder)
+        for name in ours:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 @contextmanager

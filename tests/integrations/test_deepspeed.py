@@ -96,6 +96,30 @@ for epoch in range(2):
         model_engine.step()
         losses.append(loss.item())
 """
+NAMES = """
+import deepspeed
+import deepspeed.comm as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
+from deepspeed.runtime.zero import GatheredParameters
+
+deepspeed.checkpointing.configure(None, deepspeed_config="ds_config.json")
+optimizer = KIND(model.parameters(), lr=0.01, weight_decay=0.1)
+forward = model.blocks[1].forward
+model.blocks[1].forward = lambda batch: checkpoint(forward, batch)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="ds_config.json")
+assert isinstance(engine, DeepSpeedEngine) and not dist.is_initialized()
+losses = []
+for batch in data_loader:
+    loss = engine(batch.to(get_accelerator().current_device_name()))
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+with GatheredParameters(list(model.parameters())):
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+"""
 ONE_LINE = "import infinity.integrations.deepspeed as deepspeed"
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -157,6 +181,50 @@ def test_the_loop_of_getting_started_has_the_bits_of_plain_pytorch(
     assert all(torch.equal(again["weights"][name], weights[name]) for name in weights)
     infinity.close(again["model"])
     assert "deepspeed" not in sys.modules or as_it_is is False
+
+
+@pytest.mark.parametrize("kind", ["FusedAdam", "DeepSpeedCPUAdam"])
+def test_names_that_scripts_import_of_deepspeeds_modules_are_there(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its optimizers, the device and checkpoints of activations."""
+    monkeypatch.chdir(tmp_path)
+    config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    found = ran(NAMES.replace("KIND", kind), config, as_it_is=True)
+    losses, weights = plain(CONFIG, [0.01] * 4)
+    assert found["losses"] == losses
+    assert all(torch.equal(found["weights"][name], weights[name]) for name in weights)
+    infinity.close(found["model"])
+    assert not any(name.startswith("deepspeed.") for name in sys.modules)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("import deepspeed.pipe", r"deepspeed\.pipe is not here"),
+        ("from deepspeed.moe.layer import MoE", r"deepspeed\.moe is not here"),
+        ("from deepspeed.ops.adam import ZenFlowCPUAdam", r"ops\.adam\.ZenFlowCPUAdam is not here"),
+        ("deepspeed.accelerator.get_accelerator().pin()", r"get_accelerator\(\)\.pin is not"),
+        ("deepspeed.ops.adam.FusedAdam([], amsgrad=True)", "it has no other than"),
+        ("deepspeed.checkpointing.configure(object())", "model_parallel_group"),
+    ],
+)
+def test_other_names_are_refused_where_a_script_takes_them(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedError, match=said):
+        ran(f"import deepspeed\n{line}\n", CONFIG, as_it_is=True)
+
+
+def test_a_checkpoint_of_deepspeed_is_refused_with_the_way_to_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "global_step7").mkdir()
+    (tmp_path / "latest").write_text("global_step7")
+    (tmp_path / "global_step7" / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=CONFIG)
+    with pytest.raises(UnsupportedError, match=f"zero_to_fp32.py {tmp_path} OUT"):
+        engine.load_checkpoint(tmp_path)
+    infinity.close(engine.module)
 
 
 @pytest.mark.parametrize(

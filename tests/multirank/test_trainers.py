@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
 
 import infinity
 from infinity.distributed.group import find_group
 from infinity.errors import ConfigError
+from infinity.integrations import deepspeed
 from infinity.integrations.hf import prepare_accelerator, prepare_trainer
 from tests.integrations import test_hf as hf
 from tests.support.bits import assert_same
@@ -403,6 +405,61 @@ def test_an_accelerate_loop_over_processes_is_one_that_sees_both_batches(tmp_pat
         assert found == pytest.approx(means, rel=1e-6)
         assert found_norms == pytest.approx(norms, rel=1e-6)
         assert_same(plain_weights(model), weights)
+
+
+# -- DeepSpeed ------------------------------------------------------------------------------------
+
+
+def _deepspeed(rank: int, directory: str) -> Any:
+    """A loop with accumulation, which stops and goes on; then that of plain PyTorch, in which all
+    processes add their gradients of each micro-batch."""
+    config: dict[str, Any] = {
+        "train_batch_size": 8, "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+    }  # fmt: skip
+    rows = torch.randn(2 * STEPS, COUNT, 2, 8, generator=torch.Generator().manual_seed(3))[:, rank]
+
+    def make() -> Any:
+        torch.manual_seed(7)
+        return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+
+    losses, plain_losses = [], []
+    with torchrun(rank):
+        engine, *_ = deepspeed.initialize(model=make(), config=config)
+        for index, row in enumerate(rows):
+            if index == STEPS:
+                engine.save_checkpoint(directory, client_state={"index": index})
+                infinity.close(engine.module)
+                engine, *_ = deepspeed.initialize(model=make(), config=config)
+                assert engine.load_checkpoint(directory)[1] == {"index": index}
+            loss = engine(row).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        sizes = engine.train_micro_batch_size_per_gpu(), engine.global_steps, engine.global_samples
+        weights = close(engine.module)
+    plain = make()
+    parameters = list(plain.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+    for index, row in enumerate(rows):
+        loss = plain(row).square().mean()
+        plain_losses.append(loss.item())
+        for parameter, mine in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            dist.all_reduce(mine)
+            mine /= 2 * COUNT
+            parameter.grad = mine if parameter.grad is None else parameter.grad + mine
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return sizes, (losses, plain_losses), (weights, plain_weights(plain))
+
+
+def test_a_loop_of_deepspeed_over_processes_has_the_bits_of_plain_pytorch(tmp_path: Path) -> None:
+    for sizes, losses, weights in run_ranks(COUNT, _deepspeed, str(tmp_path)):
+        assert sizes == (2, STEPS, 8 * STEPS)
+        assert losses[0] == losses[1]
+        assert_same(*weights)
 
 
 # -- What is refused -----------------------------------------------------------------------------
