@@ -158,16 +158,20 @@ class SwapConfig(Section):
         return found or [self]
 
     def as_one_adapter(self) -> SwapConfig:
-        """Returns the configuration for a plan: one adapter, which has the parameters of all and
-        the batches of all in a step. This one where the file has no `[[adapter]]`."""
+        """Returns the configuration for a plan: that of the first adapter, with the batches of all
+        in a step, and all in `adapters`. This one where the file has no `[[adapter]]`."""
         if not self.adapters:
             return self
-        first, values = self.of_adapters()[0], dict[str, Any]()
-        values["adapter.rank"] = sum(adapter.rank for adapter in self.adapters)
+        first, values = self.of_adapters()[0], {"adapters": self.adapters}
         if first.train is not None:
             steps = first.train.gradient_accumulation_steps * len(self.adapters)
-            values["train.gradient_accumulation_steps"] = steps
+            return changed(first, values | {"train.gradient_accumulation_steps": steps})
         return changed(first, values)
+
+    @property
+    def every_adapter(self) -> tuple[AdapterConfig, ...]:
+        """The adapters of the file: those of `[[adapter]]`, that of `[adapter]`, or none."""
+        return self.adapters or ((self.adapter,) if self.adapter is not None else ())
 
     @field_validator("placement")
     @classmethod

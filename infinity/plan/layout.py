@@ -176,11 +176,11 @@ class ModuleWork:
 
 @dataclass(frozen=True, slots=True)
 class FrozenBase:
-    """The frozen weights of a model under an adapter of `trained_params`, or alone. `is_copied`:
+    """The frozen weights of a model under adapters of `trained_params`, or alone. `is_copied`:
     the engine copies them, decoded, to the tiers of `parameters`, and reads them there."""
 
     stored: StoredModel
-    adapter: AdapterConfig | None
+    adapters: tuple[AdapterConfig, ...]
     trained_params: int
     is_copied: bool = False
 

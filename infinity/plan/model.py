@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,7 +105,7 @@ def model_for(
     if config.adapter is None:
         stored = None
     return model_of_shape(
-        shape, dtype, moments_of(config.optimizer, config.precision), config.adapter, stored,
+        shape, dtype, moments_of(config.optimizer, config.precision), config.every_adapter, stored,
         has_images=has_images,
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ def model_of_shape(
     shape: ModelShape,
     dtype: torch.dtype,
     moments: Moments = OF_ADAM,
-    adapter: AdapterConfig | None = None,
+    adapters: Sequence[AdapterConfig] = (),
     stored: StoredModel | None = None,
     *,
     has_images: bool = False,
@@ -123,12 +123,12 @@ def model_of_shape(
     of decoded weights. `has_images`: with the bytes of the tower, whose arithmetic is not counted.
 
     With `stored`, or an adapter, weights are frozen, as many bytes as they have in the checkpoint,
-    and an adapter is a unit of its own in each block. Raises ConfigError for a target that the
-    model does not have.
+    and adapters are a unit of their own in each block; a token passes one of several. Raises
+    ConfigError for a target that the model does not have.
     """
     groups: list[UnitTensors] = []
     works: list[ModuleWork] = []
-    if adapter is not None:
+    for adapter in adapters:
         refuse_unknown_targets(shape, adapter)
         stored = stored or stored_of_shape(shape)
 
@@ -158,9 +158,11 @@ def model_of_shape(
         add(unit, multiplies=False, has_backward=False)
     trained_params = 0
     for layer, block in enumerate(shape.blocks):
-        units = _units_of_block(shape, layer, dtype, adapter, stored)
+        sizes = [adapter_size(block, adapter, layer) for adapter in adapters] or [(0, 0)]
+        trained, active = map(sum, zip(*sizes, strict=True))
+        units = _units_of_block(shape, layer, dtype, (trained, active // len(sizes)), stored)
         add(*units, attention_width=block.attention_width)
-        trained_params += adapter_size(block, adapter, layer)[0] if adapter is not None else 0
+        trained_params += trained
     add(outside("final norm", "norm", shape.norm), multiplies=False)
     if bool(shape.head) if stored is None else stored.part("head").nbytes > 0:
         add(outside("head", "head", shape.head))
@@ -168,7 +170,7 @@ def model_of_shape(
         works.append(ModuleWork((0,)))  # The embedding.
     frozen = None
     if stored is not None:
-        frozen = FrozenBase(stored, adapter, trained_params)
+        frozen = FrozenBase(stored, tuple(adapters), trained_params)
     return PlannedModel(
         shape.name, tuple(groups), tuple(works), moments, shape.num_params, shape.hidden,
         frozen=frozen,
@@ -179,18 +181,18 @@ def _units_of_block(
     shape: ModelShape,
     layer: int,
     dtype: torch.dtype,
-    adapter: AdapterConfig | None,
+    of_adapters: tuple[int, int],
     stored: StoredModel | None,
 ) -> list[UnitTensors]:
+    """`of_adapters`: the parameters of the block's adapters, and those that multiply a token."""
     block, name = shape.blocks[layer], f"block {layer}"
     if stored is None:
         active = {w.name: block.per_token(w.numel) for w in block.weights if w.part == "experts"}
         return [_trained(name, block.weights, dtype, active)]
     units = []
-    trained, active_params = (0, 0) if adapter is None else adapter_size(block, adapter, layer)
-    if trained:
-        weight = Weight("adapter", (trained,))
-        units.append(_trained(name, (weight,), dtype, {weight.name: active_params}))
+    if of_adapters[0]:
+        weight = Weight("adapter", of_adapters[:1])
+        units.append(_trained(name, (weight,), dtype, {weight.name: of_adapters[1]}))
     frozen = f"{name} (frozen)" if units else name
     params = block.numel(of_experts=False)
     tensors = [_stored(f"{frozen}.weights", stored, layer, params, dtype)]

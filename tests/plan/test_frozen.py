@@ -36,7 +36,7 @@ STATE = ("parameters", "master", "moments", "gradients")
 @cache
 def planned(name: str, **adapter: Any) -> PlannedModel:
     shape, settings = load_shape(name), AdapterConfig(**adapter)
-    return model_of_shape(shape, torch.bfloat16, adapter=settings)
+    return model_of_shape(shape, torch.bfloat16, adapters=(settings,))
 
 
 def config(host: str, device: str = "auto", **changes: Any) -> SwapConfig:

@@ -7,11 +7,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError, ConfigError
+from infinity.plan.directory import read_directory
+from infinity.tools.plan.subject import planned_model
+from infinity.tools.training.adapter import auto_targets
 from tests.support.bits import assert_same
 from tests.support.forked import COMMAND, Script
 
@@ -147,7 +152,20 @@ def test_adapters_that_cannot_train_together_are_refused(
         run(several | change)
 
 
-def test_a_plan_counts_the_parameters_and_batches_of_all(several: dict[str, Any]) -> None:
+def test_a_plan_counts_the_parameters_and_batches_of_all(
+    several: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each adapter has its own method and targets, and PEFT's parameters. A token passes one."""
     config = SwapConfig.load(several).as_one_adapter()
-    assert config.adapter and config.train
-    assert (config.adapter.rank, config.train.gradient_accumulation_steps) == (14, 6)
+    assert config.train and config.train.gradient_accumulation_steps == 6
+    planned, _ = planned_model(config, read_directory(tmp_path / "base"), None, None, None)
+    trained = 0
+    for options in several["adapter"]:
+        made: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        targets = options.get("targets", auto_targets(made))
+        lora = peft.LoraConfig(
+            r=options["rank"], use_dora=options.get("method") == "dora", target_modules=targets
+        )
+        trained += peft.get_peft_model(made, lora).num_parameters(only_trainable=True)
+    assert planned.frozen and planned.frozen.trained_params == trained
+    assert sum(work.trained_params for work in planned.hooked_modules) == trained // 3

@@ -35,6 +35,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
     """Returns everything in `to_text`, in plain bytes and seconds."""
     step, batch = forecast.step, forecast.batch
     frozen = forecast.model.frozen
+    adapters = [adapter.model_dump(mode="json") for adapter in (frozen.adapters if frozen else ())]
     return {
         "answer": answer(forecast) | {"text": " ".join(sentences(forecast))},
         "model": {
@@ -45,7 +46,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
             "trained_params": frozen.trained_params if frozen else forecast.model.num_params,
             "stored_nbytes": frozen and frozen.stored.nbytes,
             "formats": frozen and frozen.stored.formats,
-            "adapter": frozen and frozen.adapter and frozen.adapter.model_dump(mode="json"),
+            "adapter": adapters if len(adapters) > 1 else next(iter(adapters), None),
         },
         "hardware": forecast.hardware.model_dump(),
         "batch": asdict(batch) | {"tokens_per_step": batch.tokens_per_step},
@@ -123,7 +124,7 @@ def _frozen(forecast: Forecast) -> list[str]:
     return [
         f"frozen, {format_nbytes(frozen.stored.nbytes)} in its checkpoint "
         f"({frozen.stored.formats}; {bits:.3g} bits a parameter), {where}"
-        + (f"; {count(frozen.trained_params)} parameters trained" if frozen.adapter else "")
+        + (f"; {count(frozen.trained_params)} parameters trained" if frozen.adapters else "")
     ]
 
 
@@ -392,13 +393,15 @@ def _what(forecast: Forecast) -> str:
     frozen = forecast.model.frozen
     if frozen is None:
         return f"training all weights of {forecast.model.name}"
-    adapter, stored = frozen.adapter, f"{decimal(frozen.stored.nbytes)} as stored"
-    if adapter is None:
+    adapters, stored = frozen.adapters, f"{decimal(frozen.stored.nbytes)} as stored"
+    if not adapters:
         return f"scoring under {forecast.model.name} ({stored})"
-    method = "LoRA" if adapter.method == "lora" else "DoRA"
-    how = f"{method} of rank {adapter.rank}" + ", experts included" * adapter.experts
-    if adapter.experts_full:
-        how = f"{how} and " * bool(adapter.targets) + f"{len(adapter.experts_full)} experts in full"
+    methods = {"lora": "LoRA", "dora": "DoRA"}
+    kinds = dict.fromkeys(f"{methods[of.method]} of rank {of.rank}" for of in adapters)
+    how = f"{len(adapters)} adapters, " * (len(adapters) > 1) + " and ".join(kinds)
+    how += ", experts included" * adapters[0].experts
+    if experts := adapters[0].experts_full:
+        how = f"{how} and " * bool(adapters[0].targets) + f"{len(experts)} experts in full"
     return (
         f"{how} ({count(frozen.trained_params)} parameters) over {forecast.model.name} ({stored})"
     )

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -185,12 +185,14 @@ def _task_of(model: nn.Module) -> str | None:
     return "CAUSAL_LM" if hasattr(model, "get_output_embeddings") else None
 
 
-def check_new_adapter(model: Any, options: AdapterConfig) -> None:
-    """Raises ConfigError as `attach_adapter` does for a new adapter, without its memory. The model
+def check_new_adapters(model: Any, adapters: Sequence[AdapterConfig]) -> None:
+    """Raises ConfigError as `attach_adapter` does for new adapters, without their memory. The model
     is changed."""
-    locate(model, options.experts_full or ())
-    with torch.device("meta"):
-        _wrapped(model, _new_config(model, options), options)
+    for options in adapters:
+        locate(model, options.experts_full or ())
+    with torch.device("meta"):  # Configurations first: those of the base alone.
+        for options, config in [(of, _new_config(model, of)) for of in adapters]:
+            model = _wrapped(model, config, options)
 
 
 def _wrapped(model: Any, config: Any, options: AdapterConfig) -> Any:

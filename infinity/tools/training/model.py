@@ -35,7 +35,7 @@ from infinity.modules.reading.configuration import (
 )
 from infinity.tools.training.adapter import (
     attach_adapter,
-    check_new_adapter,
+    check_new_adapters,
     refuse_tokens_of_head,
 )
 from infinity.tools.training.own_experts import CHOSEN
@@ -195,8 +195,7 @@ def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = Fal
         model = model_for_text(hf_config, where, trusts_code=trusts_code, kind=kind)
     if config.train is not None and config.train.activation_checkpointing:
         checkpoint_activations(model)
-    if config.adapter is not None and config.adapter.resume is None:
-        check_new_adapter(model, config.adapter)
+    check_new_adapters(model, [of for of in config.every_adapter if of.resume is None])
 
 
 def _refuse_other_logits(hf_config: Any, train: Train | None, where: str) -> None:
