@@ -140,7 +140,13 @@ def test_a_killed_run_goes_on_without_losing_or_doubling_a_row(
     num_rows = len(rows_of(written))
     with written.open("a") as file:
         file.write('{"record": 3, "tok')
-    resumed = program.run(replace(request_of, sweep_tokens=1000))
+    assert request_of.config
+    tiers, config = request_of.config.read_text(), tmp_path / "tiles.toml"
+    config.write_text(f'{tiers}[schedule]\ntile = "64KiB"\n')  # Cuts the embedding.
+    with pytest.raises(ConfigError, match="made with another tiling"):
+        program.run(replace(request_of, config=config))
+    config.write_text(f'{tiers}[schedule]\ntile = "1MiB"\n')  # Cuts nothing, as "auto" has done.
+    resumed = program.run(replace(request_of, config=config, sweep_tokens=1000))
     assert 0 < num_rows < 6 and resumed.resumed_at == num_rows
     assert request_of.output.read_text() == whole.output.read_text()
     assert resumed.perplexity == pytest.approx(total.perplexity, rel=1e-12)

@@ -30,6 +30,8 @@ from infinity.config.hub import in_hub_cache
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import OF_LABELS, config_of_directory
+from infinity.modules.tiling.layers import Tiled
+from infinity.modules.tiling.split import modules_of
 from infinity.tools.logprobs import (
     TokenScores,
     check,
@@ -120,11 +122,17 @@ class ScoreRows:
         lock = locked(self._target)
         try:
             self._refuse_others()
-            replace_file(self._note, json.dumps(self._made_of, indent=2))
             self._cut()
             yield
         finally:
             unlock(lock, self._target)
+
+    def begin(self, tiling: str | None) -> None:
+        """Notes what the next rows follow from: `tiling`, of the opened model, too. Raises
+        ConfigError for rows of a model with another."""
+        self._made_of["tiling"] = tiling
+        self._refuse_others()
+        replace_file(self._note, json.dumps(self._made_of, indent=2))
 
     def _refuse_others(self) -> None:
         there = next((path for path in (self._target, self._rows) if path.exists()), None)
@@ -262,6 +270,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
         if left := sequences[resumed_at:]:
             model = _open(request, directory, config, num_labels)
             try:
+                output.begin(_tiling_of(model))
                 read_nbytes = _score(model, left, request, output, counts, note)
             finally:
                 close(model)
@@ -297,6 +306,18 @@ def _open(request: Request, directory: Path, config: SwapConfig, num_labels: int
         directory, config, is_frozen=True, trust_remote_code=request.trust_remote_code, **options
     )
     return model.eval()
+
+
+def _tiling_of(model: Any) -> str | None:
+    """Returns a digest of where the weights of the model are cut, and of how tiles of experts
+    compute; None without tiles. These decide bits, and `schedule.tile = "auto"` does not name
+    them."""
+    cuts = [
+        (name, module.starts, vars(module.tiles[0])["products"])
+        for name, module in modules_of(model)
+        if isinstance(module, Tiled)
+    ]
+    return hashlib.sha256(json.dumps(cuts).encode()).hexdigest() if cuts else None
 
 
 def _score(
@@ -378,7 +399,6 @@ def _made_of(
         "adapter": request.adapter and sha256_of(*sorted(request.adapter.glob("adapter_*"))),
         "tokens": digest.hexdigest(),
         "dtype": config.precision.compute_dtype,
-        "schedule": [config.schedule.experts, config.schedule.tile],
         "top_k": request.top_k,
         "layers": list(request.layers) or None,
         "routing": request.routing is not None or None,
