@@ -353,6 +353,7 @@ def test_a_census_counts_what_the_router_of_a_plain_forward_chooses(
         scoring.run(again)
     assert scoring.run(again).resumed_at > 0
     assert request.routing.read_text() == content
+    assert not list(tmp_path.glob("*.routing")), "sums that serve a resume go with it"
     with pytest.raises(ConfigError, match="exists"):
         scoring.run(again)
 

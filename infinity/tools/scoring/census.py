@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,11 @@ def add(totals: Counts, records: Sequence[Counts], output: Path, num_rows: int) 
     save_file(totals, file)
     sync_file(file)
     sync_directory(file.parent)
+
+
+def forget(output: Path) -> None:
+    """Removes the sums of a run whose output is there."""
+    shutil.rmtree(_file_of(output, 0).parent, ignore_errors=True)
 
 
 def _file_of(output: Path, num_rows: int) -> Path:

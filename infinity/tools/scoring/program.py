@@ -277,6 +277,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
         if counts is not None and request.routing is not None:
             census.write_census(request.routing, counts, base, len(sequences), num_tokens)
         output.end()
+        census.forget(request.output)
     total, count = map(sum, zip(*output.sums, strict=True))
     mean = total / count if count else math.nan
     return Total(
