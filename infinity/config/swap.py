@@ -157,17 +157,6 @@ class SwapConfig(Section):
             return [changed(self, {"adapter.name": None})]  # That is one of several no more.
         return found or [self]
 
-    def as_one_adapter(self) -> SwapConfig:
-        """Returns the configuration for a plan: that of the first adapter, with the batches of all
-        in a step, and all in `adapters`. This one where the file has no `[[adapter]]`."""
-        if not self.adapters:
-            return self
-        first, values = self.of_adapters()[0], {"adapters": self.adapters}
-        if first.train is not None:
-            steps = first.train.gradient_accumulation_steps * len(self.adapters)
-            return changed(first, values | {"train.gradient_accumulation_steps": steps})
-        return changed(first, values)
-
     @property
     def every_adapter(self) -> tuple[AdapterConfig, ...]:
         """The adapters of the file: those of `[[adapter]]`, that of `[adapter]`, or none."""

@@ -102,7 +102,7 @@ def model_for(
     dtype = dtype or getattr(torch, config.precision.compute_dtype)
     if is_frozen:
         return model_of_shape(shape, dtype, stored=stored or stored_of_shape(shape))
-    if config.adapter is None:
+    if not config.every_adapter:
         stored = None
     return model_of_shape(
         shape, dtype, moments_of(config.optimizer, config.precision), config.every_adapter, stored,

@@ -57,13 +57,14 @@ UNKNOWN_BATCH = Batch(0, 1)
 
 
 def batch_of(config: SwapConfig) -> Batch:
-    """Returns the batch of a file with `[train]` and `[data]`, else UNKNOWN_BATCH."""
+    """Returns the batch of a file with `[train]` and `[data]`, that of all adapters together, else
+    UNKNOWN_BATCH."""
     train, data = config.train, config.data
     if train is None or data is None:
         return UNKNOWN_BATCH
-    num_micro_batches = train.gradient_accumulation_steps
+    num_micro_batches = train.gradient_accumulation_steps * max(len(config.adapters), 1)
     num_tokens = train.batch_size * data.sequence_length
-    if config.adapter is not None and config.schedule.micro_batch is not None:
+    if config.every_adapter and config.schedule.micro_batch is not None:
         num_tokens *= num_micro_batches  # All batches of a step pass a block together.
         num_micro_batches = 1
     return Batch(

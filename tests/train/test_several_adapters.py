@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.directory import read_directory
+from infinity.simulate.job import batch_of
 from infinity.tools.plan.subject import planned_model
 from infinity.tools.training.adapter import auto_targets
+from infinity.tools.training.settle import settle
 from tests.support.bits import assert_same
 from tests.support.forked import COMMAND, Script
 
@@ -156,8 +158,10 @@ def test_a_plan_counts_the_parameters_and_batches_of_all(
     several: dict[str, Any], tmp_path: Path
 ) -> None:
     """Each adapter has its own method and targets, and PEFT's parameters. A token passes one."""
-    config = SwapConfig.load(several).as_one_adapter()
-    assert config.train and config.train.gradient_accumulation_steps == 6
+    config = settle(SwapConfig.load(several))
+    train = config.train
+    assert train is not None and train.gradient_accumulation_steps * train.batch_size == 4
+    assert batch_of(config).num_tokens == 3 * 4 * batch_of(config).sequence_length
     planned, _ = planned_model(config, read_directory(tmp_path / "base"), None, None, None)
     trained = 0
     for options in several["adapter"]:

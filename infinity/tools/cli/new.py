@@ -272,7 +272,7 @@ def _decide(
     from infinity.tools.plan.measure import measure_all
     from infinity.tools.training.model import refuse_untrainable
 
-    first = draft(wish, None, spills=False).config.as_one_adapter()
+    first = draft(wish, None, spills=False).config
     has_images = wish.data is not None and wish.data.noun == IMAGES
     refuse_untrainable(directory.path, first, has_images=has_images)
     if asked.hardware is not None:

@@ -240,7 +240,7 @@ def _config_of(asked: PlanOptions, directory: ModelDirectory | None) -> SwapConf
         table.setdefault("schedule", {}).setdefault("micro_batch", _ADAPTER_MICRO_BATCH)
         tiers = ["host", "nvme"] if "nvme" in table["tiers"] else ["host"]
         table.setdefault("placement", {}).setdefault("activations", tiers)
-    config = with_located_model(SwapConfig.from_table(table, source)).as_one_adapter()
+    config = with_located_model(SwapConfig.from_table(table, source))
     if not asked.by_name:
         refuse_absent_model_of(config)
     return settle(config)
@@ -271,7 +271,7 @@ def _predict(asked: PlanOptions) -> None:
     )
     if asked.score:
         batch = sweep_for(config, asked.hardware, asked.tokens, asked.sequence)
-        config = changed(config, {"adapter": None, "schedule.micro_batch": 1})
+        config = changed(config, {"adapter": None, "adapters": (), "schedule.micro_batch": 1})
     else:
         batch = batch_for(
             config, asked.tokens, asked.sequence, asked.accumulation, by_name=asked.by_name

@@ -31,7 +31,7 @@ def decide(
 ) -> tuple[Hardware, Draft, Forecast]:
     """Returns the machine, the first draft that fits it, and its forecast; if none fits, the last
     draft with its obstacles. Raises CapacityError if the state fits in no way."""
-    first = settle(draft(wish, None, spills=bool(wish.swap)).config.as_one_adapter())
+    first = settle(draft(wish, None, spills=bool(wish.swap)).config)
     has_images = wish.data is not None and wish.data.noun == IMAGES
     model = model_for(first, directory.shape, directory.stored, has_images=has_images)
     machine = machine_of(first, model, directory)
@@ -45,7 +45,7 @@ def fit(
     """Returns the first draft with which the model fits the machine, as `fitted_draft` does."""
 
     def forecaster(config: SwapConfig) -> Forecast:
-        settled = settle(config.as_one_adapter())
+        settled = settle(config)
         return forecast(
             settled, model, machine, batch_of(settled), num_ranks=wish.num_ranks,
             shard_drives=shard_drives,

@@ -64,7 +64,7 @@ _HEAD_DIM = 64
 
 def measure_all(config: SwapConfig, model: PlannedModel, directory: ModelDirectory) -> Hardware:
     """`measure`, with the drives that hold the directory's files under an adapter."""
-    files = directory.files if config.adapter is not None else ()
+    files = directory.files if config.every_adapter else ()
     return measure(config, model, batch_of(config), files)
 
 

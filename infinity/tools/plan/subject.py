@@ -49,7 +49,7 @@ def planned_model(
 ) -> tuple[PlannedModel, int | None]:
     """Returns the model of a directory, by its shapes, or of the file; and the drives that hold its
     checkpoint (None: all). `is_scored`: nothing of it is trained."""
-    is_stored = is_scored or config.adapter is not None
+    is_stored = is_scored or bool(config.every_adapter)
     if drives is not None and not is_stored:
         raise ConfigError("--drives is for an adapter's frozen checkpoint; add --lora RANK")
     if directory is not None:
@@ -74,7 +74,7 @@ def planned_model(
 
 def frozen_directory_of(config: SwapConfig, *, is_scored: bool) -> ModelDirectory | None:
     """Returns the directory of a file's frozen model; None where all weights are trained."""
-    if config.adapter is None and not is_scored:
+    if not config.every_adapter and not is_scored:
         return None
     if config.model is None or config.model.path is None:
         raise ConfigError(
@@ -122,7 +122,7 @@ def batch_for(
     if own == UNKNOWN_BATCH:
         sequence = sequence or _SEQUENCE_LENGTH
         num_tokens = tokens or _SEQUENCES * sequence
-        if config.adapter is not None and config.schedule.micro_batch is not None:
+        if config.every_adapter and config.schedule.micro_batch is not None:
             return Batch(num_tokens * (accumulation or 1), sequence)
         return Batch(num_tokens, sequence, accumulation or 1)
     sequence = sequence or own.sequence_length

@@ -57,7 +57,7 @@ def choices(config: SwapConfig) -> list[AutoValue]:
     found = []
     if config.model is not None and config.precision.compute == "auto":
         found.append(_compute_of(config.model))
-    if config.adapter and config.train and config.schedule.micro_batch is None:
+    if config.every_adapter and config.train and config.schedule.micro_batch is None:
         reason = "a step of an adapter fetches each block once for all its batches"
         found.append(AutoValue("schedule.micro_batch", config.train.batch_size, reason))
     reason = "an adapter is small: memory first, drives for the rest"
@@ -101,7 +101,7 @@ def settle(config: _C) -> _C:
 def _kinds_of_adapter(config: SwapConfig) -> list[str]:
     """Returns the kinds of `[placement]` that an adapter decides: with drives, those that the file
     does not name."""
-    if config.adapter is None or config.train is None or not config.tiers.nvme:
+    if not config.every_adapter or config.train is None or not config.tiers.nvme:
         return []
     named = set(config.placement.model_fields_set)
     if config.placement.frozen == "copy":
