@@ -68,11 +68,12 @@ class ModelDirectory:
 
 
 def read_directory(
-    directory: Path, *, trusts_code: bool = False, ignore: Sequence[str] = ()
+    directory: Path, *, trusts_code: bool = False, ignore: Sequence[str] = (), num_labels: int = 0
 ) -> ModelDirectory:
     """Reads config.json and headers, and finds the place of each tensor as training does. Without
     any file of weights, sizes are those of the format that config.json names. With `trusts_code`,
-    code of the directory may run. `ignore` is that of `[model]`.
+    code of the directory may run. `ignore` is that of `[model]`. `num_labels`: of the head over
+    sequences that a run adds, 0 for none.
 
     Raises ConfigError for a directory without config.json, in a format without a codec, or with
     other weights than its class has; CorruptionError for a damaged header.
@@ -83,7 +84,8 @@ def read_directory(
     require_transformers("infinity plan of a directory")
     hf_config = config_of_directory(directory, trusts_code=trusts_code)
     name = f"{hf_config.get_text_config().model_type} in {directory.name or directory}"
-    model = model_on_meta(hf_config, where, trusts_code=trusts_code)
+    hf_config.num_labels = num_labels or hf_config.num_labels
+    model = model_on_meta(hf_config, where, trusts_code=trusts_code, scores=num_labels > 0)
     shape = shape_of_model(model, name, where)
     if not has_weights(directory):
         shape = replace(shape, stored=published_format(table, where))

@@ -164,9 +164,12 @@ def model_of_shape(
         add(*units, attention_width=block.attention_width)
         trained_params += trained
     add(outside("final norm", "norm", shape.norm), multiplies=False)
-    if bool(shape.head) if stored is None else stored.part("head").nbytes > 0:
+    if shape.scores and adapters:  # PEFT trains a copy of the head.
+        add(_trained("head", shape.head, dtype, {}))
+        trained_params += numel_of(shape.head)
+    elif bool(shape.head) if stored is None else stored.part("head").nbytes > 0:
         add(outside("head", "head", shape.head))
-    else:
+    elif not shape.scores:
         works.append(ModuleWork((0,)))  # The embedding.
     frozen = None
     if stored is not None:

@@ -19,7 +19,15 @@ from torch import nn
 from infinity.config import AdapterConfig
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS
 from infinity.errors import ConfigError
-from infinity.modules.reading.configuration import auto_class, empty_model, text_model_of, towers
+from infinity.modules.reading.configuration import (
+    HEADS,
+    auto_class,
+    empty_model,
+    names_scorer,
+    scores_sequences,
+    text_model_of,
+    towers,
+)
 from infinity.plan.tables import Table
 
 # Where weights are used: the number of a block, or a place outside blocks. Passes over text read no
@@ -89,9 +97,10 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A causal language model. A tied head has no weight of its own. `hub` is its name on the
-    Hugging Face hub; `max_positions` its longest sequence, if that is known. `tower`: the frozen
-    parts beside the text model, of `tower_depth` layers, which are read with images alone."""
+    """A causal language model, whose tied head has no weight of its own, or one that `scores`
+    sequences. `hub` is its name on the Hugging Face hub; `max_positions` its longest sequence, if
+    that is known. `tower`: the frozen parts beside the text model, of `tower_depth` layers, which
+    are read with images alone."""
 
     name: str
     hidden: int
@@ -104,6 +113,7 @@ class ModelShape:
     max_positions: int | None = None
     tower: tuple[Weight, ...] = ()
     tower_depth: int = 0
+    scores: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -161,15 +171,16 @@ def shape_of_config(
     return shape_of_model(model_on_meta(hf_config, where), name, where, hub=hub, stored=stored)
 
 
-def model_on_meta(hf_config: Any, where: str, *, trusts_code: bool = False) -> Any:
-    """Returns the model of a configuration without memory and without values; of an encoder the one
-    that scores sequences. Raises ConfigError."""
-    kind = None
-    with suppress(ConfigError):
-        kind = auto_class(hf_config, where, trusts_code=trusts_code)
-    if kind is None:
+def model_on_meta(
+    hf_config: Any, where: str, *, trusts_code: bool = False, scores: bool = False
+) -> Any:
+    """Returns the model of a configuration without memory and without values: with `scores`, of a
+    reward model or classifier, and of an encoder the one that scores sequences. Raises
+    ConfigError."""
+    kind, is_first = None, scores or names_scorer(hf_config)
+    for of_labels in (is_first, not is_first):
         with suppress(ConfigError):
-            kind = auto_class(hf_config, where, trusts_code=trusts_code, scores=True)
+            kind = kind or auto_class(hf_config, where, trusts_code=trusts_code, scores=of_labels)
     with torch.device("meta"):  # Nobody reads values: transformers draws none on this device.
         return empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code, kind=kind)
 
@@ -203,6 +214,7 @@ def shape_of_model(
         max_positions=getattr(config, "max_position_embeddings", None),
         tower=tuple(rest["tower"]),
         tower_depth=sum(len(_layers_of(tower) or ()) for tower in beside),
+        scores=scores_sequences(model),
     )
 
 
@@ -225,6 +237,8 @@ def places_of(model: Any) -> dict[str, PartKey]:
         if isinstance(module, nn.Embedding) or module is model.get_input_embeddings():
             put(module, "embedding")
     put(output, "head")
+    for name in HEADS if scores_sequences(model) else ():
+        put(getattr(model, name, None), "head")
     return {
         name: found.get(id(parameter), ("norm", False))
         for name, parameter in model.named_parameters()

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
+from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError
 from infinity.plan.directory import read_directory
 from infinity.tools.cli import app
+from infinity.tools.plan.subject import frozen_directory_of, planned_model
 from tests.decode.test_checkpoints import PUBLISHED
 from tests.support.commands import plan_in_numbers
 from tests.support.quantized import read_headers, tiny_causal_lm, write_quantized
@@ -107,6 +111,33 @@ def test_bytes_are_those_of_the_headers(directory: Path) -> None:
     assert found.stored.unused_nbytes == size(block(2)[0]), "the third layer is not read"
     assert found.stored.formats.startswith("fp8; ")
     assert found.num_drives == 1 and len(found.files) == 3
+
+
+@pytest.mark.parametrize(("method", "is_tied"), [("reward", False), ("classify", True)])
+def test_a_model_that_scores_sequences_is_planned_with_its_own_head_alone(
+    method: str, is_tied: bool, tmp_path: Path
+) -> None:
+    """In place of that of the language, which no pass reads; PEFT trains it in full."""
+    tiny_causal_lm("llama", tie_word_embeddings=is_tied).save_pretrained(tmp_path / "base")
+    labels = ["a", "b", "c"] if method == "classify" else []
+    config = SwapConfig.load({
+        "model": {"path": str(tmp_path / "base")}, "adapter": {"rank": 4, "targets": "q_proj"},
+        "data": {"paths": ["data.jsonl"]},
+        "train": {"steps": 1, "batch_size": 1, "method": method, "labels": labels},
+    })  # fmt: skip
+    directory = frozen_directory_of(config, is_scored=False)
+    assert directory is not None
+    found, _ = planned_model(config, directory, None, None, None)
+    plain: Any = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "base", num_labels=max(len(labels), 1)
+    )
+    lora = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"])
+    trained = get_peft_model(plain, lora).num_parameters(only_trainable=True)
+    assert found.frozen is not None and found.frozen.trained_params == trained
+    last = found.hooked_modules[-1]
+    assert (last.trained_params, last.frozen_params) == (plain.score.weight.numel(), 0)
+    table_nbytes = plain.get_input_embeddings().weight.nbytes
+    assert directory.stored.unused_nbytes == (0 if is_tied else table_nbytes)
 
 
 def test_the_answer_stands_first(directory: Path) -> None:

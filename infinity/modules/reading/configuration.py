@@ -321,6 +321,11 @@ def scores_sequences(model: Any) -> bool:
     return type(model).__name__.endswith(OF_LABELS)
 
 
+def names_scorer(hf_config: Any) -> bool:
+    """Whether a configuration is that of a reward model or a classifier."""
+    return any(name.endswith(OF_LABELS) for name in hf_config.architectures or ())
+
+
 def _listed(classes: Any) -> tuple[Any, ...]:
     return tuple(classes) if isinstance(classes, (list, tuple)) else (classes,)
 

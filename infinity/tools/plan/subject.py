@@ -81,8 +81,12 @@ def frozen_directory_of(config: SwapConfig, *, is_scored: bool) -> ModelDirector
             "expected model.path, the directory of the frozen model; got none. "
             "Without a directory, plan a shipped model with --model"
         )
-    told = config.model
-    return read_directory(config.model.path, trusts_code=told.trust_remote_code, ignore=told.ignore)
+    told, train = config.model, config.train
+    has_head = train is not None and train.facts.has_head and not is_scored
+    return read_directory(
+        config.model.path, trusts_code=told.trust_remote_code, ignore=told.ignore,
+        num_labels=len(train.labels) or 1 if train is not None and has_head else 0,
+    )  # fmt: skip
 
 
 def machine_for(

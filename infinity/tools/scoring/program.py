@@ -29,7 +29,7 @@ from infinity.config import SwapConfig
 from infinity.config.hub import in_hub_cache
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError
-from infinity.modules.reading.configuration import OF_LABELS, config_of_directory
+from infinity.modules.reading.configuration import config_of_directory, names_scorer
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of
 from infinity.tools.logprobs import (
@@ -245,7 +245,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     vocab_size = int(hf_config.get_text_config().vocab_size)
     sequences = read_sequences(request.data, directory, vocab_size, request.max_length)
     num_labels = None if request.adapter is None else num_labels_of(request.adapter)
-    if any(name.endswith(OF_LABELS) for name in hf_config.architectures or ()):
+    if names_scorer(hf_config):
         num_labels = hf_config.num_labels
     texts, has_head = [sequence.ids for sequence in sequences], num_labels is not None
     check(hf_config, texts, request.top_k, request.layers, has_head=has_head)

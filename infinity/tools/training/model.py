@@ -20,7 +20,6 @@ from infinity.config.values import Capacity
 from infinity.errors import ConfigError, refusing
 from infinity.modules.reading.configuration import (
     CLASS_NAME,
-    OF_LABELS,
     auto_class,
     check_numbers,
     check_sides,
@@ -29,6 +28,7 @@ from infinity.modules.reading.configuration import (
     empty_denoiser,
     empty_model,
     model_for_text,
+    names_scorer,
     table_of_denoiser,
     table_of_file,
     towers,
@@ -121,9 +121,13 @@ def _headed(hf_config: Any, train: Train | None, where: str, *, trusts_code: boo
     kind = auto_class(hf_config, where, trusts_code=trusts_code, scores=scores)
     if train is None or not scores:
         return None
-    is_scorer = any(name.endswith(OF_LABELS) for name in hf_config.architectures or ())
     known = list(hf_config.id2label.values())
-    if is_scorer and train.labels and known[0] != "LABEL_0" and known != [*train.labels]:
+    if (
+        names_scorer(hf_config)
+        and train.labels
+        and known[0] != "LABEL_0"
+        and known != [*train.labels]
+    ):
         raise ConfigError(
             f"train.labels: the head of {where} knows {', '.join(known)}, in this order"
         )
