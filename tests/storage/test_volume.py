@@ -468,21 +468,22 @@ def test_paths_on_one_device_share_its_space(threads: StorageEngine, mount: Moun
             volume.reserve([6 * MIB])
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_disk_that_fills_during_preallocation_leaves_no_file_grown(
-    threads: StorageEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, threads: StorageEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may take the space between the check and fallocate."""
 
     def refuse(fd: int, offset: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes // 2)
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
     with Volume(threads, [VolumePath(str(tmp_path / "drive"))]) as volume:
         volume.reserve([0])
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(StorageError, match="fallocate") as caught:
             volume.reserve([MIB])
-        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.errno == code
         assert os.path.getsize(volume.file_paths[0]) == 0
 
 

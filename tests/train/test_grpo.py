@@ -85,9 +85,9 @@ def rows_of(*, is_chat: bool) -> list[dict[str, Any]]:
     return [{"prompt": prompt, "label": i % 5} for i, prompt in enumerate(prompts)]
 
 
-def judge_at(directory: Path, base: Path) -> Path:
+def judge_at(directory: Path, base: Path, seed: int = 5) -> Path:
     """A reward model."""
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     config = LlamaConfig.from_pretrained(base, num_labels=1, pad_token_id=0)
     LlamaForSequenceClassification(config).save_pretrained(directory)
     ByteTokenizer().for_records().save_pretrained(directory)
@@ -208,6 +208,20 @@ def test_a_server_samples_and_a_run_that_it_has_ended_goes_on(base: Path, tmp_pa
         for name in ("loss", "reward", "entropy", DIFFERENCE + "mean", DIFFERENCE + "max"):
             assert whole[name] == again[name], name
         assert whole[DIFFERENCE + "max"] < 1e-5
+
+
+def test_a_run_goes_on_with_a_reward_model_that_was_moved_and_not_with_another(
+    base: Path, tmp_path: Path
+) -> None:
+    rest = "[checkpoint]\nevery = 2"
+    for name, seed in (("judge", 5), ("moved", 5), ("other", 6)):
+        judge = str(judge_at(tmp_path / name, base, seed))
+        job = job_of(tmp_path, base, rest=rest, rewards=[], reward_model=judge)
+        if name == "other":
+            with pytest.raises(ConfigError, match="the SHA-256 of the reward model"):
+                train(job, resume=True)
+        else:
+            assert len(train(job, resume=name == "moved")) == STEPS
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,8 @@ def test_a_token_of_a_preference_counts_once(tmp_path, table) -> None:
 def test_all_weights_learn_preferences_against_the_model_before_training(
     tmp_path, table, base, monkeypatch
 ) -> None:
-    """The reference is offloaded, too: nothing of the run loads a model into memory."""
+    """The reference is offloaded, too: nothing of the run loads a model into memory. A run that
+    goes on refuses another one."""
 
     def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("a whole model was loaded")
@@ -149,12 +150,17 @@ def test_all_weights_learn_preferences_against_the_model_before_training(
     write(tmp_path / "data.jsonl", PREFERENCES)
     del table["adapter"]
     table["train"] |= {"method": "dpo", "steps": 3}
+    table["checkpoint"] = {"directory": str(tmp_path / "checkpoints"), "every": 3}
     with monkeypatch.context() as patch:
         patch.setattr("trl.trainer.dpo_trainer.create_model_from_path", refuse)
         run(table)
     model = AutoModelForCausalLM.from_pretrained(base)
     steps = plain.train(table, model, tmp_path / "plain", datasets.Dataset.from_list(PREFERENCES))
     assert metrics(table) == [(loss, norm) for loss, norm, _ in steps]
+    table["model"]["path"] = table["output"]["directory"]
+    table["output"] = {"directory": str(tmp_path / "on")}
+    with pytest.raises(ConfigError, match="the SHA-256 of the base "):
+        run(table, resume=True)
 
 
 def test_packed_records_do_not_see_each_other(tmp_path, table) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -512,10 +513,11 @@ def test_train_refuses_impossible_runs_before_it_makes_a_swap_file(
 
 
 def test_a_full_drive_costs_checkpoints_and_not_the_run(table, monkeypatch):
-    """One that cannot hold a checkpoint at the start is refused."""
+    """One that cannot hold a checkpoint at the start is refused. A quota is like a full drive."""
+    codes = itertools.cycle([errno.ENOSPC, errno.EDQUOT])
 
     def refuse(directory, nbytes, *, operation="export", **_):
-        raise StorageError(errno.ENOSPC, operation=operation, path=str(directory), nbytes=nbytes)
+        raise StorageError(next(codes), operation=operation, path=str(directory), nbytes=nbytes)
 
     table["checkpoint"] = {"every": 2}
     table["tiers"].pop("nvme")  # A swap directory keeps the step.
@@ -524,6 +526,7 @@ def test_a_full_drive_costs_checkpoints_and_not_the_run(table, monkeypatch):
         patch.setattr("infinity.checkpoint.run.save.check_space", refuse)
         summary, printed = run(table)
     assert [f"no checkpoint of step {step}" in printed for step in (2, 4)] == [True, True]
+    assert "No space left" in printed and "Disk quota exceeded" in printed
     assert summary["steps_done"] == 4 and summary["checkpoint"] is None
     card = (Path(summary["export_directory"]) / "README.md").read_text()
     assert "| trained | all weights |" in card and "base_model" not in card
