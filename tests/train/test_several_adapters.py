@@ -140,12 +140,18 @@ def test_an_adapter_too_many_is_named_with_the_number_that_fits(
         ({"adapter": [{"name": "a"}, {"name": "b", "output": "output/a"}]}, "of its own for each"),
         ({"adapter": {"lr": 0.1}}, r"belongs to \[\[adapter\]\]"),
         ({"adapter": [{"name": "a", "experts": True}]}, "PEFT has one for experts"),
-        ({"train": {"steps": 1, "batch_size": 1, "method": "dpo"}}, 'expected "sft" with several'),
+        *[
+            ({"train": {"steps": 1, "batch_size": 1, **of}}, 'expected "sft" with several')
+            for of in (
+                {"method": "dpo"}, {"method": "reward"},
+                {"method": "classify", "labels": ["no", "yes"]},
+            )
+        ],
         ({"adapter": [{"name": "base_layer"}, {"name": "b"}]}, r"\[0\].name: .* PEFT calls parts"),
         ({"adapter": [{"name": "a"}, {"name": "lora_A"}]}, r"\[1\].name: .* PEFT calls parts"),
         ({"adapter": [{"name": "a"}, {"name": "q_proj"}]}, "has a part called 'q_proj'"),
     ],
-)
+)  # fmt: skip
 def test_adapters_that_cannot_train_together_are_refused(
     several: dict[str, Any], change: dict[str, Any], refused: str, monkeypatch: Any, tmp_path: Path
 ) -> None:
