@@ -6,6 +6,7 @@ keeps as much of them as it can. Each token reads what it does not keep.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,14 @@ import infinity
 from infinity.config import SwapConfig
 from infinity.config.paths import ADAPTER_NAMES
 from infinity.errors import ConfigError
+from infinity.modules.reading.configuration import positions_of
 from infinity.tools.pretrained import from_pretrained, with_saved_adapter
 from infinity.tools.training.base_identity import base_of
 from infinity.tools.training.model import generate
 from infinity.tools.training.settle import tokenizer_of
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
+
+_log = logging.getLogger("infinity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,11 @@ class TextWriter:
 
     model: Any
     tokenizer: Tokenizer
+
+    @property
+    def positions(self) -> int | None:
+        """The most tokens of a text, prompt included; None where the model names no number."""
+        return positions_of(self.model.config)
 
     def write(
         self, ids: list[int], *, num_tokens: int, temperature: float, say: Callable[[str], None]
@@ -40,13 +49,11 @@ class TextWriter:
         """
         from transformers.generation.streamers import BaseStreamer
 
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if positions is not None:
-            num_tokens = min(num_tokens, positions - len(ids))
-        if num_tokens < 1:
+        left = num_tokens if self.positions is None else self.positions - len(ids)
+        if left < 1:
             raise ConfigError(
-                f"expected fewer tokens than the model's {positions} positions, got {len(ids)}; "
-                "shorten the text, or begin a new conversation"
+                f"expected fewer tokens than the model's {self.positions} positions, got "
+                f"{len(ids)}; shorten the text"
             )
         ends = self.model.generation_config.eos_token_id
         ends = {*ends} if isinstance(ends, list) else {ends}
@@ -71,7 +78,10 @@ class TextWriter:
             def end(self) -> None:
                 say(writer.tokenizer.decode(new)[said[0] :])
 
-        generate(self.model, ids, num_tokens=num_tokens, temperature=temperature, streamer=Said())
+        most = min(num_tokens, left)
+        generate(self.model, ids, num_tokens=most, temperature=temperature, streamer=Said())
+        if len(new) == left < num_tokens:
+            _log.warning("the text ends here: it fills the model's %d positions", self.positions)
         return new
 
     def prompt_of(self, messages: list[dict[str, str]]) -> list[int]:

@@ -22,6 +22,7 @@ from torch import nn
 from infinity.api import forward
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.modules.reading.configuration import positions_of
 from infinity.simulate.job import MOST_SEQUENCES
 
 _log = logging.getLogger("infinity")
@@ -137,7 +138,7 @@ def check(
     """Raises ConfigError, which names the sequence, for what a model of this configuration of
     transformers cannot score. `has_head`: the sequence has scores, and not its tokens."""
     config = hf_config.get_text_config()
-    most, positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
+    most, positions = config.vocab_size, positions_of(config)
     if not 0 <= top_k <= most:
         raise ConfigError(f"top_k: expected 0 to {most}, the model's vocabulary; got {top_k}")
     if not set(layers) <= set(range(config.num_hidden_layers + 1)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import runpy
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from infinity.errors import ConfigError
 from infinity.tools.chat import open_writer
 from infinity.tools.drop_in import DropIn
 from infinity.tools.pretrained import choose_config
+from tests.support.commands import run_command
 from tests.support.offloading import small_tiers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -225,6 +227,23 @@ def test_a_model_that_no_trainer_trains_says_what_to_do(made: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(made)
     with pytest.raises(ConfigError, match=r"infinity\.from_pretrained"):
         model(torch.arange(4).view(1, 4))
+
+
+def test_a_conversation_that_fills_the_positions_of_the_model_begins_anew(
+    made: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer that is cut off says so, and so does the next line."""
+    shutil.copytree(made, tmp_path / "m")
+    table = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(table | {"max_position_embeddings": 64}))
+    said = run_command(
+        "chat", tmp_path / "m", "--temperature", 0, "--system", "Be brief", input="aaaa\nbb\n\n"
+    )
+    assert said.exit_code == 0, said.output
+    assert "fills the model's 64 positions, so it begins anew" in said.stderr
+    assert "the text ends here: it fills the model's 64 positions" in caplog.text
+    long = run_command("chat", tmp_path / "m", input=f"{'a' * 80}\n\n")
+    assert long.exit_code == 2 and "shorten the text" in long.output
 
 
 def test_a_text_is_that_of_the_model_in_memory(made: Path, tmp_path: Path) -> None:

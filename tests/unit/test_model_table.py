@@ -32,6 +32,25 @@ def test_a_key_that_nearly_is_one_is_refused() -> None:
         hf_config(hiden_size=32)
 
 
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({}, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "dynamic", "factor": 3.0}, 192),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}, 64),
+    ],
+)  # fmt: skip
+def test_positions_are_those_that_the_rotary_embedding_stretches_to(
+    rope: dict[str, Any], positions: int
+) -> None:
+    table = MOE | {"max_position_embeddings": 64, "sliding_window": 16}
+    found = Model(config=table | ({"rope_parameters": {"rope_theta": 1e4, **rope}} if rope else {}))
+    assert plan_model(found).max_positions == positions
+    assert plan_model(Model(config={"model_type": "mamba"})).max_positions is None
+
+
 def test_a_key_that_nothing_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="infinity"):
         hf_config(zzyx=1)

@@ -326,6 +326,17 @@ def names_scorer(hf_config: Any) -> bool:
     return any(name.endswith(OF_LABELS) for name in hf_config.architectures or ())
 
 
+def positions_of(hf_config: Any) -> int | None:
+    """Returns the longest sequence that a configuration allows, as far as its rotary embedding
+    stretches it; None where it names none."""
+    text = hf_config.get_text_config()
+    found: int | None = getattr(text, "max_position_embeddings", None)
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    if found is None or rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
+        return found
+    return max(found, int(rope["factor"] * (rope.get("original_max_position_embeddings") or found)))
+
+
 def _listed(classes: Any) -> tuple[Any, ...]:
     return tuple(classes) if isinstance(classes, (list, tuple)) else (classes,)
 

@@ -15,6 +15,7 @@ from infinity.tools.cli.options import (
     arg,
     flag,
     is_silent,
+    note,
     opt,
     progress_bar,
     reply,
@@ -75,6 +76,10 @@ def chat(
         while text := _line():
             messages.append({"role": "user", "content": text})
             prompt = writer.prompt_of(messages)
+            if writer.positions is not None and len(prompt) >= writer.positions:
+                note(f"the text fills the model's {writer.positions} positions, so it begins anew")
+                messages = messages[: bool(system)] + messages[-1:]
+                prompt = writer.prompt_of(messages)
             new = writer.write(prompt, num_tokens=tokens, temperature=temperature, say=_say)
             messages.append({"role": "assistant", "content": writer.tokenizer.decode(new)})
             _say("\n")

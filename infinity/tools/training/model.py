@@ -29,6 +29,7 @@ from infinity.modules.reading.configuration import (
     empty_model,
     model_for_text,
     names_scorer,
+    positions_of,
     table_of_denoiser,
     table_of_file,
     towers,
@@ -79,8 +80,8 @@ class ModelPlan:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence that the configuration allows, or None."""
-        return getattr(self.hf_config.get_text_config(), "max_position_embeddings", None)
+        """`positions_of` the configuration."""
+        return positions_of(self.hf_config)
 
 
 def plan_model(
