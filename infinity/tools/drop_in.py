@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.checkpoint import weight_source
+from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.config import SwapConfig
 from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.errors import ConfigError
@@ -47,6 +50,8 @@ from infinity.tools.training.model import with_own_drives
 _log = logging.getLogger("infinity")
 
 _MOVE = "_move_model_to_device"  # Of Trainer.
+# A tensor by its id: itself, its first value, and whether no file has it.
+FirstValues = dict[int, tuple[torch.Tensor, torch.Tensor, bool]]
 # What transformers downloads for a model, and what only says how.
 _WANTED_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _OF_HUB = (
@@ -62,6 +67,7 @@ class DropIn:
     def __init__(self, config: Any = None) -> None:
         self._config = config
         self._directories: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
+        self._first: WeakKeyDictionary[nn.Module, FirstValues] = WeakKeyDictionary()
         self.offloaded: list[str] = []  # The directories, in the order of the models.
 
     @contextmanager
@@ -134,7 +140,7 @@ class DropIn:
         config = for_directory(SwapConfig(), directory, dtype)
         with torch.random.fork_rng(devices=[]):  # transformers' own draws nothing here.
             model = empty_pretrained(directory, config, cls, own, hf_config)
-        self._directories[model] = directory
+        self._directories[model], self._first[model] = directory, _small_values(model, directory)
 
         def refuse(module: nn.Module, *_: Any) -> None:
             if not is_offloaded(module):
@@ -165,7 +171,7 @@ class DropIn:
             prepare_trainer(trainer)
             return True
         config = self._config_for(directory, trainer.model)
-        with _written_values(trainer.model):
+        with self._written_values(trainer.model):
             prepare_trainer(trainer, config, weights=directory)
         return True
 
@@ -180,8 +186,42 @@ class DropIn:
         """Offloads a model by the configuration of this object, or else `config`."""
         directory = self._directory_in(model)
         own = self._config_for(directory, model, config)
-        with nullcontext() if directory is None else _written_values(model):
+        with nullcontext() if directory is None else self._written_values(model):
             infinity.offload(model, own, weights=directory)
+
+    @contextmanager
+    def _written_values(self, model: nn.Module) -> Iterator[None]:
+        """Writes what the program has written into a model built empty again, after the files have
+        been read over it in the block. Raises ConfigError for a small parameter that no file has,
+        and that was changed without its value."""
+        kept, buffers = values_of_adapters(model), dict(model.named_buffers())
+        first: FirstValues = {}
+        for module in model.modules():
+            first |= self._first.pop(module, {})
+        values: dict[str, torch.Tensor] = {}
+        for name, tensor in (*model.named_parameters(), *buffers.items()):
+            if tensor.is_meta or id(tensor) in kept:
+                continue
+            _, before, is_new = first.get(id(tensor), (None, None, False))
+            is_written = before is None or not _have_same_bytes(tensor, before)
+            if is_new and isinstance(tensor, Provisional):
+                if is_written or not is_to_come(tensor):
+                    raise ConfigError(
+                        f"{name!r} was changed before it had a value, which no file has; write all "
+                        "of it (copy_, load_state_dict), or change it after "
+                        "infinity.from_pretrained, inside `with infinity.gather(module, "
+                        "modify=True):`"
+                    )
+            elif is_written:
+                values[name] = tensor.detach().clone()
+        yield
+        for name, value in values.items():
+            if name in buffers:
+                model.get_buffer(name).copy_(value)
+                continue
+            parameter = model.get_parameter(name)
+            with infinity.gather(parameter, modify=True), torch.no_grad():
+                parameter.copy_(value)
 
     def _config_for(
         self, directory: Path | None, model: Any, config: SwapConfig | None = None
@@ -216,26 +256,34 @@ def _in_place_of_deepspeed() -> Iterator[None]:
         sys.modules.update(before)
 
 
-@contextmanager
-def _written_values(model: nn.Module) -> Iterator[None]:
-    """Writes the values of a model built empty again, after the files have been read over them in
-    the block. Raises ConfigError for a small parameter that was changed without its value."""
-    kept, values = values_of_adapters(model), {}
-    for name, parameter in model.named_parameters():
-        if is_to_come(parameter) or id(parameter) in kept:
-            continue
-        if isinstance(parameter, Provisional):
-            raise ConfigError(
-                f"{name!r} was changed before its value was read from the files; write all of it "
-                "(copy_, load_state_dict), or change it after infinity.from_pretrained, inside "
-                "`with infinity.gather(module, modify=True):`"
-            )
-        values[name] = parameter.detach().clone()
-    yield
-    for name, value in values.items():
-        parameter = model.get_parameter(name)
-        with infinity.gather(parameter, modify=True), torch.no_grad():
-            parameter.copy_(value)
+def _small_values(model: nn.Module, directory: Path) -> FirstValues:
+    """Gives small parameters and buffers the values of the files, so that a program may change a
+    part of them. Parameters still wait for those that `offload` gives them. Returns the values of
+    all of them, by the id of each."""
+    plan = weight_source(directory).plan(model, strict=False)
+
+    def is_small(name: str) -> bool:
+        target = plan.view.targets.get(name)
+        return target is not None and all(
+            isinstance(model.get_parameter(own), Provisional) for own in target.parameter_names
+        )
+
+    def write(name: str, value: torch.Tensor) -> None:
+        model.get_parameter(name).data.copy_(value)
+
+    small = [of for of in plan.groups if all(map(is_small, of.targets))]
+    replace(plan, groups=small, missing=[], unexpected=[]).load(write)
+    own = [p for p in model.parameters() if isinstance(p, Provisional)]
+    tensors = [*own, *(buffer for buffer in model.buffers() if not buffer.is_meta)]
+    is_new = {id(model.get_parameter(name)) for name in plan.missing}
+    return {id(of): (of, of.detach().clone(), id(of) in is_new) for of in tensors}
+
+
+def _have_same_bytes(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    own, other = (
+        tensor_bytes(of.detach().to(tensor.dtype).contiguous()) for of in (tensor, before)
+    )
+    return own == other
 
 
 def _directory_of(path: Any, options: dict[str, Any]) -> Path | None:

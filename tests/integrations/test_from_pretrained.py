@@ -30,6 +30,7 @@ from infinity.tools.drop_in import DropIn
 from infinity.tools.pretrained import choose_config
 from tests.support.commands import run_command
 from tests.support.offloading import small_tiers
+from tests.support.quantized import tiny_causal_lm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ADAPTER = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
@@ -211,15 +212,43 @@ def test_what_a_program_writes_before_the_trainer_is_kept_and_two_trainers_follo
         assert losses() == expected
 
 
-def test_a_part_of_a_small_weight_written_before_its_value_is_refused(
+def test_a_part_of_a_small_weight_or_buffer_written_before_the_trainer_is_kept(
+    tmp_path: Path,
+) -> None:
+    """Also past autograd, by `.data`."""
+    base = tiny_causal_lm("deepseek-v3", dtype=torch.float32, vocab_size=259)
+    for layer in base.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.uniform_()
+    base.save_pretrained(tmp_path / "base")
+
+    def losses() -> list[float]:
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        first, second, third = model.model.layers
+        with torch.no_grad():
+            first.input_layernorm.weight.mul_(3)
+            second.mlp.gate.e_score_correction_bias[0] = 2
+        third.mlp.gate.e_score_correction_bias.data = torch.arange(8.0)
+        third.input_layernorm.weight.data[:9] = 7
+        model.model.norm.weight.data = torch.linspace(0, 1, 192)
+        return losses_of(model, tmp_path / "out")
+
+    torch.manual_seed(0)
+    expected = losses()
+    torch.manual_seed(0)
+    with DropIn({"tiers": small_tiers(tmp_path / "swap")}).installed():
+        assert losses() == expected
+
+
+def test_a_part_of_a_new_head_written_before_its_value_is_refused(
     made: Path, tmp_path: Path
 ) -> None:
-    with DropIn({}).installed():
-        model: Any = AutoModelForCausalLM.from_pretrained(made)
-        with torch.no_grad():
-            model.model.norm.weight.mul_(3)
-        with pytest.raises(ConfigError, match="changed before its value was read"):
-            losses_of(model, tmp_path / "out")
+    for write in (lambda head: head[0].fill_(1), lambda head: head.data.fill_(1)):
+        with DropIn({}).installed():
+            model: Any = AutoModelForSequenceClassification.from_pretrained(made)
+            with torch.no_grad():
+                write(model.score.weight)
+            with pytest.raises(ConfigError, match=r"'score\.weight' was changed before it had"):
+                losses_of(model, tmp_path / "out")
 
 
 def test_a_model_that_no_trainer_trains_says_what_to_do(made: Path) -> None:
