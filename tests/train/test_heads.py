@@ -3,7 +3,9 @@ transformers, go on after they have died, and leave what PEFT and `infinity scor
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,19 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoModel,
     AutoModelForSequenceClassification,
+    BartConfig,
     BertConfig,
     BertModel,
     DebertaV2Config,
     DebertaV2Model,
+    T5Config,
+    XLNetConfig,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from infinity.errors import ConfigError
 from infinity.tools.convert.rewrite import write_directory
@@ -217,6 +225,58 @@ def test_a_quantised_base_and_an_encoder_get_a_head(tmp_path: Path, table: dict[
             ])  # fmt: skip
             steps = plain.train(table, model, tmp_path / "plain", data)
             assert metrics(table) == [(loss, norm) for loss, norm, _ in steps]
+
+
+WITH_DECODERS = {
+    "t5": T5Config(
+        vocab_size=256, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0,
+        pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+    ),
+    "bart": BartConfig(
+        vocab_size=256, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, encoder_attention_heads=2, decoder_attention_heads=2, dropout=0.0,
+        max_position_embeddings=256, pad_token_id=0, bos_token_id=2, eos_token_id=1,
+        decoder_start_token_id=1,
+    ),
+    "xlnet": XLNetConfig(
+        vocab_size=256, d_model=32, n_layer=2, n_head=2, d_inner=48, dropout=0.0, pad_token_id=0,
+        summary_last_dropout=0.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "is_full"), [("t5", False), ("bart", True), ("xlnet", True)])
+def test_an_encoder_with_a_decoder_and_one_without_a_last_position_learn_as_plainly(
+    name: str, is_full: bool, tmp_path: Path, table: dict[str, Any]
+) -> None:
+    """A tokenizer ends each text, as those of T5 and BART do: their heads read that token."""
+    table, path = classifying(table), Path(table["model"]["path"])
+    table["adapter"]["targets"] = ["auto"]
+    table["data"]["sequence_length"] = 64
+    if is_full:
+        del table["adapter"]
+    shutil.rmtree(path)
+    torch.manual_seed(3)
+    AutoModel.from_config(WITH_DECODERS[name]).save_pretrained(path)
+    tokenizer, end = copy.deepcopy(ByteTokenizer().for_records()), bytes_to_unicode()[1]
+    tokenizer.eos_token = end
+    post = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, 1)])
+    tokenizer.backend_tokenizer.post_processor = post
+    tokenizer.save_pretrained(path)
+    run(table)
+    torch.manual_seed(5)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(LABELS))
+    if not is_full:
+        saved = json.loads((tmp_path / "output" / "adapter_config.json").read_text())
+        targets = {key: saved[key] for key in ("target_modules", "modules_to_save")}
+        torch.manual_seed(5)
+        lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, **targets)
+        model = peft.get_peft_model(model, lora)
+    data = datasets.Dataset.from_list([
+        {"label": i % 2, **tokenizer(record["text"])} for i, record in enumerate(TEXTS)
+    ])  # fmt: skip
+    steps = plain.train(table, model, tmp_path / "plain", data, tokenizer)
+    assert metrics(table) == [(loss, norm) for loss, norm, _ in steps]
 
 
 def test_an_adapter_has_all_that_its_base_lacks(tmp_path: Path, table: dict[str, Any]) -> None:

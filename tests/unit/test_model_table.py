@@ -48,7 +48,8 @@ def test_positions_are_those_that_the_rotary_embedding_stretches_to(
     table = MOE | {"max_position_embeddings": 64, "sliding_window": 16}
     found = Model(config=table | ({"rope_parameters": {"rope_theta": 1e4, **rope}} if rope else {}))
     assert plan_model(found).max_positions == positions
-    assert plan_model(Model(config={"model_type": "mamba"})).max_positions is None
+    for kind in ("mamba", "xlnet"):
+        assert plan_model(Model(config={"model_type": kind})).max_positions is None
 
 
 def test_a_key_that_nothing_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -328,11 +328,13 @@ def names_scorer(hf_config: Any) -> bool:
 
 def positions_of(hf_config: Any) -> int | None:
     """Returns the longest sequence that a configuration allows, as far as its rotary embedding
-    stretches it; None where it names none."""
+    stretches it; None where it names none, or has no limit."""
     text = hf_config.get_text_config()
     found: int | None = getattr(text, "max_position_embeddings", None)
     rope: Any = getattr(text, "rope_parameters", None) or {}
-    if found is None or rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
+    if found is None or found < 0:  # XLNet has positions without end.
+        return None
+    if rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
         return found
     return max(found, int(rope["factor"] * (rope.get("original_max_position_embeddings") or found)))
 

@@ -123,12 +123,8 @@ def _headed(hf_config: Any, train: Train | None, where: str, *, trusts_code: boo
     if train is None or not scores:
         return None
     known = list(hf_config.id2label.values())
-    if (
-        names_scorer(hf_config)
-        and train.labels
-        and known[0] != "LABEL_0"
-        and known != [*train.labels]
-    ):
+    is_other = known[0] != "LABEL_0" and known != [*train.labels]
+    if train.labels and is_other and names_scorer(hf_config):
         raise ConfigError(
             f"train.labels: the head of {where} knows {', '.join(known)}, in this order"
         )
