@@ -190,16 +190,26 @@ def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | 
     if name == "mxfp4":
         return PublishedFormat(format=name, parts=("experts",))
     patterns = [str(pattern) for key in _LEFT_OUT_KEYS for pattern in quantization.get(key) or ()]
-    modules = _MODULES | _OUTSIDE.get(str(method), {})
-    parts = tuple(
-        part
-        for part, module in modules.items()
-        if not any(_matches(pattern, module) for pattern in patterns)
-    )
-    experts = (
-        "mxfp4" if table.get("expert_dtype", quantization.get("expert_dtype")) == "fp4" else ""
-    )
-    return PublishedFormat(format=name, parts=parts, experts=experts) if parts else None
+    formats: dict[Part, str] = {}
+    for part, module in (_MODULES | _OUTSIDE.get(str(method), {})).items():
+        own = _of_module(quantization, module)
+        if own is not None and not any(_matches(pattern, module) for pattern in patterns):
+            formats[part] = _format_name(scheme_of(own, where), own)
+    if table.get("expert_dtype", quantization.get("expert_dtype")) == "fp4":
+        formats |= {"experts": "mxfp4"} if "experts" in formats else {}
+    others = {part: own for part, own in formats.items() if own != name}
+    return PublishedFormat(format=name, parts=(*formats,), others=others) if formats else None
+
+
+def _of_module(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+    """Returns the quantisation of a module, None where it has none: that of config.json, unless
+    `dynamic` of GPTQModel or `extra_config` of AutoRound has another one for its name."""
+    for key in ("dynamic", "extra_config"):
+        for pattern, own in (quantization.get(key) or {}).items():
+            if _matches(f"re:{pattern.removeprefix('+:').removeprefix('-:')}", module):
+                found = {**quantization, **(own or {}), key: None}
+                return None if pattern.startswith("-:") or found["bits"] > 8 else found
+    return quantization
 
 
 def _format_name(scheme: Scheme, quantization: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks
 from infinity.codecs import stored_nbytes as nbytes_of_parts
 from infinity.codecs.part import Decoder
 from infinity.errors import ConfigError
-from infinity.plan.shapes import ModelShape, PartKey, Place, Weight
+from infinity.plan.shapes import ModelShape, PartKey, Place, PublishedFormat, Weight
 from infinity.state.stored import StoredSlice, StoredTensor
 from infinity.storage.protocol import FileRange
 
@@ -113,9 +113,8 @@ def joined(ranges: Iterable[FileRange]) -> tuple[FileRange, ...]:
 
 def stored_of_shape(shape: ModelShape) -> StoredModel:
     """Returns the bytes of the published checkpoint, by the rule of the model's file."""
-    formatted = frozenset(shape.stored.parts) if shape.stored is not None else frozenset()
-    name = PLAIN if shape.stored is None else shape.stored.format
-    of_experts = name if shape.stored is None else shape.stored.experts or name
+    stored = shape.stored or PublishedFormat(format=PLAIN, parts=())
+    name, formatted = stored.format, frozenset(stored.parts)
 
     def part(weights: Iterable[Weight], place: Place = "norm") -> PlannedPart:
         nbytes, is_encoded = 0, False
@@ -125,8 +124,8 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
             *stacked, rows, columns = weight.shape if is_matrix else (weight.numel, 1)
             if weight.part == "experts" and "gate_up" in weight.module and rows % 2 == 0:
                 stacked, rows = [*stacked, 2], rows // 2  # Files have the two apart.
-            own = of_experts if weight.part == "experts" else name
-            one_nbytes = stored_nbytes(own if is_code else PLAIN, rows, columns)
+            own = stored.of(weight.part) if is_code else PLAIN
+            one_nbytes = stored_nbytes(own, rows, columns)
             nbytes += math.prod(stacked) * one_nbytes
             is_encoded |= is_code
         return PlannedPart(nbytes, is_encoded)
@@ -141,8 +140,8 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
         for is_routed in (True, False):
             weights = (w for w in block.weights if (w.part == "experts") == is_routed)
             parts[layer, is_routed] = part(weights)
-    routed = f", experts in {of_experts}" if of_experts != name else ""
-    formats = f"{name} ({', '.join(sorted(formatted))}){routed}, rest {PLAIN}"
+    others = [f", {of} in {stored.of(of)}" for of in stored.parts if stored.of(of) != name]
+    formats = f"{name} ({', '.join(sorted(formatted))}){''.join(others)}, rest {PLAIN}"
     return StoredModel(parts, PLAIN if name == PLAIN else formats)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from infinity.config import AdapterConfig
@@ -46,13 +47,18 @@ _TOP_K = (
 
 
 class PublishedFormat(Table):
-    """The format of the matrices of `parts` in the published checkpoint, and another one of its
-    routed `experts`, if they have one; other weights are bf16. The names of formats are those that
+    """The format of the matrices of `parts` in the published checkpoint, and that of parts with
+    another one, as of routed `experts`; other weights are bf16. The names of formats are those that
     the codecs find in checkpoints."""
 
     format: str
     parts: tuple[Part, ...]
     experts: str = ""
+    others: dict[Part, str] = Field(default_factory=dict)
+
+    def of(self, part: Part) -> str:
+        """Returns the format of one of the parts."""
+        return self.others.get(part) or self.experts * (part == "experts") or self.format
 
 
 @dataclass(frozen=True, slots=True)

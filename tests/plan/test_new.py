@@ -122,6 +122,21 @@ def test_the_format_of_a_checkpoint_is_known_before_it_is_downloaded(
     assert (found.format, set(found.parts)) == (name, parts)
 
 
+def test_parts_with_other_bits_and_without_codes_are_counted_so() -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    dynamic = {"-:.*self_attn.*": {}, "+:.*experts.*": {"bits": 8, "group_size": 64}}
+    found = published_format({"quantization_config": {**gptq, "dynamic": dynamic}}, "m")
+    assert found is not None and set(found.parts) == {"dense", "shared", "experts"}
+    formats = [found.of(part) for part in ("dense", "experts")]
+    assert formats == ["gptq-int4-g128", "gptq-int8-g64"]
+    rounded = {"quant_method": "auto-round", "bits": 2, "group_size": 128, "extra_config": {
+        ".*self_attn.*": {"bits": 4}, ".*experts.*": {"bits": 16},
+    }}  # fmt: skip
+    found = published_format({"quantization_config": rounded}, "m")
+    assert found is not None and set(found.parts) == {"attention", "dense"}
+    assert found.of("attention").startswith("gptq-int4") and found.of("dense") == found.format
+
+
 def test_a_quantisation_without_a_codec_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="gptq"):
         published_format({"quantization_config": {"quant_method": "gptq"}}, "m")
