@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.core_model_loading import (
+    Concatenate,
+    PermuteForRope,
+    Transpose,
+    WeightConverter,
+)
 
 from infinity.checkpoint.huggingface.names import SourcePlaces, TensorGroup
 from infinity.codecs import Plain
@@ -184,3 +192,40 @@ def test_a_conversion_that_computes_has_no_boxes() -> None:
     )
     places = SourcePlaces(Model())  # type: ignore[arg-type]
     assert places.of(group, [(4, 3), (4, 3)], {"t": (2, 4, 3)}) is None
+
+
+@pytest.mark.parametrize("stored", [(4, 6, 8), (4, 8, 6), (4, 8, 8), (8, 4, 8)])
+def test_a_transposition_that_compares_real_shapes_has_the_box_of_the_real_ones(
+    stored: tuple[int, ...],
+) -> None:
+    """Qwen3-VL-MoE: experts are published transposed, and transformers 5 saves them as they are."""
+    size = (4, 6, 8) if 6 in stored else stored
+    model: Any = SimpleNamespace(config=None, get_parameter=lambda _: torch.empty(size))
+    transform = WeightConverter("e.p", "e.p", [Transpose(1, 2, check_dims=True)])
+    group = TensorGroup(first_target="l.e.p", sources=(("e.p", "l.e.p"),), transform=transform)
+    source = torch.rand(stored)
+    (expected,) = group.convert(lambda _: source, model).values()
+    placed = SourcePlaces(model).of(group, [stored], {"l.e.p": size})
+    assert placed is not None
+    ((only,),) = placed
+    made = torch.empty(size)
+    made[only.box].permute(only.axes).copy_(source)
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("heads", [None, 1, 3, 4, 5])
+@pytest.mark.parametrize("rows", [(120,), (240, 120)])
+def test_a_rotation_of_heads_has_no_boxes(heads: int | None, rows: tuple[int, ...]) -> None:
+    """Neither where the small sizes of the trial hold one pair of each head, an identity."""
+    operations = [PermuteForRope(permute_layer_names=["q"]), Concatenate(0)]
+    sources = [f"{name}.weight" for name, _ in zip("qk", rows, strict=False)]
+    transform = WeightConverter(sources, ["made.weight"], operations[: len(rows)])
+    pairs = tuple((source, f"l.{source}") for source in sources)
+    group = TensorGroup(first_target="l.made.weight", sources=pairs, transform=transform)
+    config = SimpleNamespace(**({} if heads is None else {"num_attention_heads": heads}))
+    model: Any = SimpleNamespace(config=config)
+    shapes = [(count, 8) for count in rows]
+    values = {n: torch.rand(s) for (_, n), s in zip(pairs, shapes, strict=True)}
+    made = group.convert(values.__getitem__, model)
+    assert [tuple(tensor.shape) for tensor in made.values()] == [(sum(rows), 8)]
+    assert SourcePlaces(model).of(group, shapes, {"l.made.weight": (sum(rows), 8)}) is None

@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -234,7 +235,7 @@ class SourcePlaces:
     of a model."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._config = getattr(model, "config", None)
         self._known: dict[object, list[list[PlacedSource]] | None] = {}
 
     def of(
@@ -254,26 +255,35 @@ class SourcePlaces:
         patterns = tuple(pattern for pattern, _ in group.sources)
         key = id(group.transform), patterns, tuple(shapes), tuple(targets.values())
         if key not in self._known:
-            self._known[key] = _placed_sources(group, shapes, targets, self._model)
+            trials = [_placed(group, shapes, targets, self._config, sizes) for sizes in _SIZES]
+            self._known[key] = trials[0] if trials[0] == trials[1] else None
         return self._known[key]
 
 
-def _placed_sources(
+def _placed(
     group: TensorGroup,
     shapes: Sequence[tuple[int, ...]],
     targets: Mapping[str, tuple[int, ...]],
-    model: Any,
+    config: Any,
+    sizes: Sequence[int],
 ) -> list[list[PlacedSource]] | None:
     """Runs the conversion once on small tensors of numbers, which show where each element goes.
-    Their sizes are those of the sources, divided by what all sources of an axis have in common."""
+    What all sources of an axis have in common is replaced by one of `sizes`, the same if it is the
+    same."""
     num_axes = len(shapes[0])
-    if any(len(shape) != num_axes or 0 in shape for shape in shapes) or num_axes > len(_PRIMES):
+    if any(len(shape) != num_axes or 0 in shape for shape in shapes) or num_axes > len(sizes):
         return None
     common = [math.gcd(*(shape[axis] for shape in shapes)) for axis in range(num_axes)]
+    size_of = dict(zip(common, sizes, strict=False))
     small = [
-        tuple(size // unit * prime for size, unit, prime in zip(s, common, _PRIMES, strict=False))
-        for s in shapes
+        tuple(size // unit * size_of[unit] for size, unit in zip(shape, common, strict=True))
+        for shape in shapes
     ]
+
+    def get_parameter(name: str) -> torch.Tensor:
+        (_,) = shapes  # Of several, a target of this size may be stacked.
+        return torch.empty([size_of[size] for size in targets[name]], device="meta")
+
     starts = np.cumsum([0, *(math.prod(shape) for shape in small)])
     if starts[-1] > _MOST_NUMBERS:
         return None
@@ -282,7 +292,8 @@ def _placed_sources(
         for name, shape, start in zip(group.source_names, small, starts, strict=False)
     }
     try:
-        made = group.convert(numbers.__getitem__, model)
+        view = SimpleNamespace(config=config, get_parameter=get_parameter)
+        made = group.convert(numbers.__getitem__, view)
     except Exception:  # A conversion that needs the real sizes or dtypes.
         return None
     if list(made) != list(targets):
@@ -295,18 +306,22 @@ def _placed_sources(
             return None  # The conversion computes.
         boxes = _boxes(tensor.contiguous().numpy(), small, starts)
         scaled = [
-            None if box is None else _scaled(index, box, shapes[index], common)
+            None if box is None else _scaled(index, box, shapes[index], common, size_of)
             for index, box in boxes
         ]
         found = [box for box in scaled if box is not None]
         covered = sum(math.prod(shapes[box.index]) for box in found)
-        if len(found) < len(scaled) or covered != math.prod(targets[target]):
+        axes = zip(*(box.box for box in found), strict=True)
+        ends = [max(at.stop if isinstance(at, slice) else at + 1 for at in axis) for axis in axes]
+        is_full = (*ends,) == targets[target] and covered == math.prod(ends)
+        if len(found) < len(scaled) or not is_full:
             return None
         placed.append(found)
     return placed
 
 
-_PRIMES = (2, 3, 5, 7)
+# Odd, so that nothing halves them; two, because no rotation of heads is the identity at both.
+_SIZES = ((3, 5, 7, 11), (5, 3, 11, 7))
 _MOST_NUMBERS = 1 << 24
 # Start and axis of the source (None: a stacked axis) by axis of the target, and the permutation.
 _SmallBox = tuple[list[tuple[int, int | None]], tuple[int, ...]]
@@ -345,7 +360,11 @@ def _small_box(
 
 
 def _scaled(
-    index: int, small: _SmallBox, shape: tuple[int, ...], common: list[int]
+    index: int,
+    small: _SmallBox,
+    shape: tuple[int, ...],
+    common: list[int],
+    size_of: Mapping[int, int],
 ) -> PlacedSource | None:
     """Returns the box in the sizes of the real tensors."""
     starts, axes = small
@@ -354,7 +373,7 @@ def _scaled(
         if axis is None:
             box.append(start)
             continue
-        real, rest = divmod(start * common[axis], _PRIMES[axis])
+        real, rest = divmod(start * common[axis], size_of[common[axis]])
         if rest:
             return None
         box.append(slice(real, real + shape[axis]))
