@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from infinity.modules.reading.configuration import towers
 from infinity.tools.cli import app
+from infinity.tools.convert.rewrite import write_directory
+from infinity.tools.serving.export import plan_export
+from infinity.tools.training.merge import plan_merge, read_changes
 from tests.support.exhaustive import sampled
 from tests.support.forked import COMMAND, run_script
 
@@ -139,6 +142,33 @@ def test_an_adapter_of_the_text_model_is_one_of_the_class(model_type: str, tmp_p
     assert {
         name.replace(".default", "") for name in adapted.state_dict() if "lora_" in name
     } == names
+
+
+def test_packed_experts_have_their_merge_and_export_in_both_layouts(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE is published with transposed experts; transformers 5 saves them as they are."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    kind = type(saved("qwen3_vl_moe", base))
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    torch.manual_seed(1)
+    model = get_peft_model(
+        kind.from_pretrained(base),
+        LoraConfig(target_modules=[], target_parameters=experts, init_lora_weights=False),
+    )
+    model.save_pretrained(adapter)
+    expected = model.merge_and_unload().state_dict()
+    for layout in ("saved", "published"):
+        if layout == "published":
+            stored = load_file(base / "model.safetensors")
+            turned = {n: t.mT.contiguous() for n, t in stored.items() if n.endswith(".down_proj")}
+            assert turned
+            save_file(stored | turned, base / "model.safetensors", metadata={"format": "pt"})
+        write_directory(plan_merge(base, adapter), tmp_path / layout)
+        got = kind.from_pretrained(tmp_path / layout).state_dict()
+        assert all(torch.equal(value, got[name]) for name, value in expected.items())
+        _, adapted, changes = read_changes(base, adapter, any_base=False, is_merged=False)
+        plan_export(adapter, adapted, changes, "vllm")(tmp_path / layout)
+        served = load_file(tmp_path / layout / "adapter_model.safetensors")
+        assert len(served) == 2 * 2 * TEXT["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Change:
 
     layer: Any  # One of PEFT's, or the tensor that replaces the stored one.
     placed: PlacedSource
-    is_full: bool  # The tensor is all of the parameter, in its layout.
+    is_full: bool  # The tensor is all of the parameter, perhaps transposed.
 
 
 def plan_merge(
@@ -154,7 +154,7 @@ def _changes(
             left.discard(target)
             for box in boxes:
                 name = planned.group.source_names[box.index]
-                is_full = source.shape(name) == planned.targets[target]
+                is_full = sorted(source.shape(name)) == sorted(planned.targets[target])
                 change = [Change(factors, box, is_full) for factors in layers.get(target, [])]
                 found.setdefault(name, []).extend(change)
     if left:
@@ -237,7 +237,8 @@ def _merged(tensor: torch.Tensor, change: Change) -> torch.Tensor:
     if isinstance(change.layer, ParamWrapper) and change.layer.num_experts > 1:
         return _merged_experts(tensor, change)
     if change.is_full:
-        return _merged_layer(tensor, change.layer)
+        shown = _as_parameter(tensor, change.placed).contiguous()
+        return _merged_layer(shown, change.layer).permute(change.placed.axes)
     if not isinstance(change.layer, (Linear, Embedding)) or change.layer.use_dora.get(_ADAPTER):
         raise UnsupportedError(
             "DoRA and trainable tokens need the whole weight of a layer that the checkpoint stores "
@@ -246,6 +247,11 @@ def _merged(tensor: torch.Tensor, change: Change) -> torch.Tensor:
     delta = _with_weight(change.layer, tensor, lambda layer: layer.get_delta_weight(_ADAPTER))
     part = delta[change.placed.box].permute(change.placed.axes)
     return tensor.add_(part.to(tensor.dtype))
+
+
+def _as_parameter(tensor: torch.Tensor, placed: PlacedSource) -> torch.Tensor:
+    """Returns a view of a stored tensor in the layout of the parameter."""
+    return tensor.permute(sorted(range(len(placed.axes)), key=placed.axes.__getitem__))
 
 
 def _merged_layer(tensor: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -278,9 +284,7 @@ def _merged_experts(tensor: torch.Tensor, change: Change) -> torch.Tensor:
     """Adds B_e A_e of each expert that the tensor holds, computed as PEFT does, in the dtype of the
     adapter."""
     layer, (first, *box) = change.layer, change.placed.box
-    # The tensor in the layout of the parameter; a view, so that adding to it changes the tensor.
-    inverse = sorted(range(len(change.placed.axes)), key=change.placed.axes.__getitem__)
-    shown = tensor.permute(inverse)
+    shown = _as_parameter(tensor, change.placed)
     if isinstance(first, int):
         shown.add_(_expert_delta(layer, first)[tuple(box)].to(tensor.dtype))
         return tensor
