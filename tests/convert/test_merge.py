@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from infinity.checkpoint.huggingface.import_weights import weight_source
 from infinity.checkpoint.huggingface.weight_tensors import read_config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.tools.cli import app
 from infinity.tools.convert.rewrite import write_directory
 from infinity.tools.training.base_identity import (
@@ -172,6 +172,14 @@ def test_a_base_of_another_writer_is_kept_under_its_names(tmp_path, codec) -> No
     assert after.encoded("model.layers.0.self_attn.q_proj.weight") == before.encoded(
         "model.layers.0.self_attn.q_proj.weight"
     )
+
+
+def test_a_layer_that_peft_never_merges_is_refused_before_anything_is_written(tmp_path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    write_quantized(tiny_causal_lm("llama"), base, "bf16")
+    adapt(base, adapter, target_modules=["q_proj"], alora_invocation_tokens=[1, 2])
+    with pytest.raises(UnsupportedError, match=r"q_proj.*ALoraLinearVariant cannot be merged"):
+        plan_merge(base, adapter)
 
 
 def test_an_adapter_of_another_base_is_refused_by_name(tmp_path) -> None:

@@ -382,6 +382,12 @@ def test_rows_of_queries_and_keys_are_in_the_order_of_llama_cpp(tmp_path: Path) 
     ("name", "server", "options", "said"),
     [
         ("llama", "vllm", {"target_modules": ["q_proj"], "use_dora": True}, r"q_proj.*DoRA"),
+        (
+            "llama",
+            "vllm",
+            {"target_modules": ["q_proj"], "alora_invocation_tokens": [1]},
+            "ALora",
+        ),
         ("llama", "vllm", {"target_modules": ["q_proj", "lm_head"]}, "'lm_head': it is the head"),
         (
             "llama",

@@ -24,7 +24,7 @@ from infinity.bounded import read_json, table_of
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter, TensorInfo
 from infinity.errors import ConfigError, UnsupportedError, listed
 from infinity.tools.training.adapter import CONFIG_NAME, PREFIX, ROUTERS, WEIGHTS_NAME
-from infinity.tools.training.merge import Change, factors_of
+from infinity.tools.training.merge import Change, factors_of, variant_of
 
 Server = Literal["peft", "vllm", "sglang", "gguf"]
 GGUF_NAME = "adapter.gguf"
@@ -174,8 +174,8 @@ def _why_not(
         return "it routes tokens"
     if adapted.get_base_model().get_output_embeddings() in (layer, layer.get_base_layer()):
         return "it is the head"
-    if layer.use_dora["default"]:
-        return "DoRA"
+    if variant := variant_of(layer):
+        return f"its layer is a {variant} of PEFT"
     if layer.r["default"] != config["r"] or layer.lora_alpha["default"] != config["lora_alpha"]:
         return "rank_pattern or alpha_pattern gives it another rank or scale"
     model_type = adapted.get_base_model().config.model_type

@@ -444,29 +444,27 @@ def _saved_config(options: AdapterConfig) -> Any:
         raise ConfigError(
             f"the saved adapter {path} is of type {config.peft_type}; expected LORA or DoRA"
         )
-    _refuse_biases(path, config)
+    _refuse_more_than_factors(path, config)
     config.inference_mode = False
     _refuse_contradictions(path, config, options)
     return config
 
 
-def _refuse_biases(path: Path, config: Any) -> None:
-    """Raises ConfigError for trained biases: the base's own would be read over them, and a merge
-    changes matrices only."""
-    found = [
-        f"{key} = {value!r}"
-        for key, value, plain in (
-            ("bias", config.bias, "none"),
-            ("lora_bias", getattr(config, "lora_bias", False), False),
-        )
-        if value != plain
-    ]
-    if found:
-        raise ConfigError(
-            f"the saved adapter {path} has trained biases ({', '.join(found)} in {CONFIG_NAME}), "
-            "which would be lost here; merge it in memory by PEFT's merge_and_unload and go on "
-            'from the merged directory, or use an adapter with bias = "none"'
-        )
+def _refuse_more_than_factors(path: Path, config: Any) -> None:
+    """Raises ConfigError for trained biases, because the base's own would be read over them, and
+    for layers of the base that stand several times. A merge changes matrices only."""
+    for what, key, plain in (
+        ("trained biases", "bias", "none"),
+        ("trained biases", "lora_bias", False),
+        ("replicated layers", "layer_replication", None),
+    ):
+        value = getattr(config, key, plain)
+        if value != plain:
+            raise ConfigError(
+                f"the saved adapter {path} has {what} ({key} = {value!r} in {CONFIG_NAME}), which "
+                "would be lost here; merge it in memory by PEFT's merge_and_unload and go on from "
+                f"the merged directory, or use an adapter with {key} = {plain!r}"
+            )
 
 
 def _refuse_contradictions(path: Path, config: Any, options: AdapterConfig) -> None:

@@ -102,7 +102,11 @@ def read_changes(
     for names in tied.values() if is_merged else ():
         if len(names) > 1:
             _refuse_tied(names, layers)
-    return source, adapted, _changes(adapted, layers, source, planned.groups)
+    changes = _changes(adapted, layers, source, planned.groups)
+    for name, parts in changes.items() if is_merged else ():
+        for change in parts:
+            _refuse_variant(name, change)
+    return source, adapted, changes
 
 
 def _outcome(
@@ -163,6 +167,33 @@ def _changes(
             "merge it into; use the adapter with its base (PEFT, infinity score --adapter)"
         )
     return found
+
+
+def variant_of(layer: Any) -> str:
+    """Returns PEFT's name of what a layer adds that is not B A, "" if it adds no more."""
+    variant = getattr(layer, "lora_variant", {}).get(_ADAPTER)
+    name = "" if variant is None else type(variant).__name__
+    return "" if name in _ONLY_FACTORS else name.replace("Dora", "DoRA")
+
+
+def _refuse_variant(name: str, change: Change) -> None:
+    """Raises UnsupportedError for a layer that PEFT merges never, or not into a part."""
+    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
+
+    layer, variant = change.layer, variant_of(change.layer)
+    is_sum = isinstance(layer, (Linear, Embedding, torch.Tensor)) and not variant
+    is_sum |= isinstance(layer, ParamWrapper) and layer.num_experts > 1
+    if variant in _UNMERGED or not (is_sum or change.is_full):
+        what = "" if variant in _UNMERGED else " a tensor at a time into a weight stored in parts"
+        raise UnsupportedError(
+            f"{name!r}: PEFT's {variant or type(layer).__name__} cannot be merged{what}; use the "
+            "adapter with its base, by PEFT"
+        )
+
+
+# Variants of LoRA by PEFT's names: that change training only, and that have no merge.
+_ONLY_FACTORS = ("MontecloraLinearVariant", "VeloraLinearVariant")
+_UNMERGED = ("ALoraLinearVariant", "ArrowLinearVariant", "QALoraLinearVariant")
 
 
 def _refuse_tied(names: list[str], layers: dict[str, list[Any]]) -> None:
@@ -230,7 +261,7 @@ _INSIDE = {"original_module", "modules_to_save", "token_adapter"}
 
 
 def _merged(tensor: torch.Tensor, change: Change) -> torch.Tensor:
-    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
+    from peft.tuners.lora.layer import ParamWrapper
 
     if isinstance(change.layer, torch.Tensor):
         return tensor.copy_(change.layer[change.placed.box].permute(change.placed.axes))
@@ -239,11 +270,6 @@ def _merged(tensor: torch.Tensor, change: Change) -> torch.Tensor:
     if change.is_full:
         shown = _as_parameter(tensor, change.placed).contiguous()
         return _merged_layer(shown, change.layer).permute(change.placed.axes)
-    if not isinstance(change.layer, (Linear, Embedding)) or change.layer.use_dora.get(_ADAPTER):
-        raise UnsupportedError(
-            "DoRA and trainable tokens need the whole weight of a layer that the checkpoint stores "
-            "in parts; merge it in memory by merge_and_unload"
-        )
     delta = _with_weight(change.layer, tensor, lambda layer: layer.get_delta_weight(_ADAPTER))
     part = delta[change.placed.box].permute(change.placed.axes)
     return tensor.add_(part.to(tensor.dtype))
