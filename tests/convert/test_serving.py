@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
+import infinity
+from infinity.engine.engine import Engine
 from infinity.tools.convert.rewrite import write_directory
 from infinity.tools.serving.sheet import ALL, SHEET_NAME, FaultSignature, Sheet
 from infinity.tools.serving.verify import judge
@@ -280,6 +283,31 @@ def test_a_sheet_has_digests_and_versions_and_is_refused_when_it_is_damaged(
         assert done.exit_code == 2 and said in done.output
     done = run_command("verify-served", "http://127.0.0.1:1", "--sheet", file)
     assert done.exit_code == 2 and "does not answer" in done.output
+
+
+def test_adapter_and_base_pass_in_one_sweep_with_the_bits_of_two(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, plain = [], Engine.sweep
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "sweep", lambda *args: counts.append(len(args[2])) or plain(*args))
+        done = run_command(
+            "export-adapter", trained / "adapter", "--for", "peft", "-o", tmp_path / "out",
+            "--prompts", trained / "prompts", "--base", trained / "base", "--locate", "none",
+        )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    sheet = Sheet.read(tmp_path / "out" / SHEET_NAME)
+    assert counts == [2 * len(sheet.prompts)]
+    adapter = {"adapter": {"resume": str(trained / "adapter")}}
+    model = infinity.from_pretrained(trained / "base", adapter, is_frozen=True)
+    for expected, context in (
+        (sheet.adapter, nullcontext()),
+        (sheet.base, model.disable_adapter()),
+    ):
+        with context:
+            rows = [found.logprobs.tolist() for found in infinity.score(model, sheet.prompts)]
+        assert [[round(value, 5) for value in row] for row in rows] == expected
+    infinity.close(model)
 
 
 # -- Layouts ---------------------------------------------------------------------------------------

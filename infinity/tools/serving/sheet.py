@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.durable import replace_file
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.errors import ConfigError, corrupt
-from infinity.tools.logprobs import score
+from infinity.tools.logprobs import TokenScores, causal_of, check, score_sequence, together
 from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
 from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.ending import versions
@@ -98,10 +98,15 @@ class Sheet:
         return sheet
 
 
-def token_log_probs(model: Any, prompts: Sequence[Sequence[int]]) -> LogProbs:
-    """Returns the log-probability of every token of a prompt but the first, given those before it;
-    the base is read once for all prompts."""
-    scores = score(model, prompts)
+def _log_probs(model: Any, rows: Sequence[tuple[Sequence[int], bool]]) -> LogProbs:
+    """Returns the log-probability of every token of a prompt but the first, given those before it,
+    of pairs of a prompt and whether it is asked with the adapter. The base is read once for all."""
+
+    def call(row: tuple[Sequence[int], bool]) -> TokenScores:
+        with nullcontext() if row[1] else model.disable_adapter():
+            return score_sequence(model, row[0], top_k=0)
+
+    scores = together(model, call, rows)
     return [[round(value, _DIGITS) for value in found.logprobs.tolist()] for found in scores]
 
 
@@ -133,22 +138,20 @@ def make_sheet(
         for group, names in groups.items()
         for fault in _faults_of(group, [layers[name] for name in names], names)
     ]
-    total = 2 + len(planned)
+    check(causal_of(adapted).config, prompts, 0)
+    asked = [(prompt, True) for prompt in prompts]
+    total = 1 + len(planned)
     offload(adapted, config, weights=source.path)
     try:
         adapted.eval()
-        progress(description="adapter", completed=0, total=total)
-        with_adapter = token_log_probs(adapted, prompts)
-        progress(description="base", completed=1)
-        with adapted.disable_adapter():
-            base = token_log_probs(adapted, prompts)
+        progress(description="adapter and base", completed=0, total=total)
+        both = _log_probs(adapted, [*asked, *((prompt, False) for prompt in prompts)])
         faults = []
-        for number, (group, fault) in enumerate(planned, start=2):
+        for number, (group, fault) in enumerate(planned, start=1):
             progress(description=f"{group}: {fault}", completed=number)
             with _changed([layers[name] for name in groups[group]], FAULTS[fault]):
-                faults.append(
-                    FaultSignature(group, fault, token_log_probs(adapted, prompts[:_FAULT_PROMPTS]))
-                )
+                values = _log_probs(adapted, asked[:_FAULT_PROMPTS])
+                faults.append(FaultSignature(group, fault, values))
     finally:
         close(adapted)
     return Sheet(
@@ -160,8 +163,8 @@ def make_sheet(
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         },
         prompts=prompts,
-        adapter=with_adapter,
-        base=base,
+        adapter=both[: len(prompts)],
+        base=both[len(prompts) :],
         groups=groups,
         faults=faults,
     )
