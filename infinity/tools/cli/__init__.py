@@ -31,7 +31,7 @@ _COMMANDS = {
     "plan": ("plan", "plan", "Predict a step: placement, bytes, seconds, bottleneck."),
     "quantize": ("convert", "quantize", "Quantise the linear layers of a checkpoint."),
     "replay": ("train", "replay", "Compute steps of a run again, and compare their bits."),
-    "run": ("run", "app", "Run a program for transformers with its models offloaded."),
+    "run": ("train", "run_app", "Run a program for transformers with its models offloaded."),
     "score": ("chat", "score", "Write the log-probabilities of texts under a model."),
     "spread": ("convert", "spread", "Lay the shards of a checkpoint over several drives."),
     "trace": ("trace", "app", "Find what bounds the steps of a traced run."),
