@@ -33,7 +33,7 @@ from infinity.tools.chat import open_writer
 from infinity.tools.convert.rewrite import write_directory
 from infinity.tools.scoring import program as scoring
 from infinity.tools.scoring.program import Request
-from infinity.tools.serving.passport import write_passport
+from infinity.tools.serving.export import write_passport
 from infinity.tools.training import model as models
 from infinity.tools.training.adapter import PREFIX, attach_adapter
 from infinity.tools.training.merge import plan_merge

@@ -63,14 +63,14 @@ def export_adapter(
     require_transformers("infinity export-adapter")
     refuse_absent_adapter(adapter)
     target = out if out is not None else adapter.with_name(f"{adapter.resolve().name}-{server}")
-    from infinity.tools.serving import passport
+    from infinity.tools.serving.export import write_passport
     from infinity.tools.training.base_identity import base_of
 
     found_base = base if base is not None else base_of(adapter)
     refuse_no_directory(found_base)
     upload = pushing(push)
     with progress_bar("") as progress:
-        said = passport.write_passport(
+        said = write_passport(
             adapter, found_base, target, server, any_base=any_base, prompts=prompts,
             locate=locate if sheet else None, config=config, progress=progress,
         )  # fmt: skip
