@@ -21,7 +21,7 @@ _COMMANDS = {
     "clean": ("inspect", "clean", "Remove what ended jobs have left in swap directories."),
     "config": ("config", "app", "Check, show and describe configuration files."),
     "convert": ("convert", "convert", "Make safetensors of GGUF or pickled weights."),
-    "doctor": ("doctor", "doctor", "List what this machine lacks, with cost and remedy."),
+    "doctor": ("bench", "doctor", "List what this machine lacks, with cost and remedy."),
     "export": ("convert", "export", "Convert a checkpoint to a format of other programs."),
     "export-adapter": ("serving", "export_adapter", "Write an adapter for a server, and a sheet."),
     "generate": ("chat", "generate", "Let a trained model continue a text."),

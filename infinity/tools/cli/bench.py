@@ -1,4 +1,4 @@
-"""`infinity bench` and `infinity tune`: the commands around `infinity.tools.bench`."""
+"""`infinity bench`, `tune` and `doctor`: what this machine can do, and what it lacks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,9 +24,12 @@ from infinity.tools.cli.options import Paths, arg, flag, is_silent, note, opt, r
 if TYPE_CHECKING:
     from infinity.tools.bench.measure import Comparison, Effort, Lab
     from infinity.tools.bench.report import Row
+    from infinity.tools.doctor import Finding
 
 _MINIMUM_NBYTES = 64 * MIB
 _PIPE_WIDTH = 100
+_STYLES = {"ok": "green", "degraded": "yellow", "missing": "bold red"}
+_FINDING_WIDTH = 1000
 
 _Config = Annotated[Path | None, arg("CONFIG", "A configuration file: its paths and [io].")]
 _Size = Annotated[
@@ -270,3 +274,64 @@ def tune(
             mark = "  <- chosen" if who == chosen else ""
             console.print(f"  {who!s:<28} {score:6.1%} of the best{mark}", highlight=False)
     typer.echo(fragment, nl=False)
+
+
+# -- Doctor ----------------------------------------------------------------------------------------
+
+
+def doctor(
+    config: Annotated[
+        Path | None, arg("CONFIG", "A configuration file; its needs are checked.")
+    ] = None,
+    paths: Annotated[
+        list[Path] | None,
+        opt(
+            "DIR",
+            "A directory for swap files, instead of CONFIG; may be repeated. "
+            "Default: the current directory.",
+            "--path",
+        ),
+    ] = None,
+) -> None:
+    """List what this machine lacks for offloading, with its cost and the remedy.
+
+    The exit code is 1 if a need of CONFIG is missing. The command needs no privileges.
+    """
+    from infinity.config import SwapConfig
+
+    if config is not None and paths:
+        raise typer.BadParameter("give CONFIG or --path, not both", param_hint="--path")
+    loaded = SwapConfig.load(
+        config
+        if config is not None
+        else {"tiers": {"nvme": [{"path": str(path)} for path in paths or [Path()]]}}
+    )
+    from infinity.tools.doctor import examine, worst  # Slow to import.
+
+    findings: list[Finding] = []
+    for finding in examine(loaded):
+        findings.append(finding)
+        if not is_silent():
+            _print(finding)
+    status = worst(findings)
+    rows = [dataclasses.asdict(finding) for finding in findings]
+    reply({"status": status, "findings": rows})
+    if status == "missing":
+        raise typer.Exit(1)
+
+
+def _print(finding: Finding) -> None:
+    """Prints one line, with cost and remedy below it; wrapped on a terminal, not in a pipe."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(
+        Text(finding.status.ljust(len("degraded")), _STYLES[finding.status]),
+        Text.assemble((finding.subject, "bold"), ": ", finding.found),
+    )
+    for label, text in (("cost", finding.cost), ("remedy", finding.remedy)):
+        if text:
+            grid.add_row("", Text.assemble((label, "dim"), ": ", text))
+    Console(width=None if sys.stdout.isatty() else _FINDING_WIDTH).print(grid)
