@@ -72,8 +72,10 @@ def fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
         weights.load(write, engine.tile_rows, _with_tiled(in_place, engine))
     for name, value in own_values.items():
         engine.write_parameter(name, value())
-    if (without if weights is None else to_come) - wanted.keys():
-        _initialise(engine, to_come - wanted.keys(), without, seed)
+    # A copy gets the value of its original, and draws no number: in memory it has drawn none.
+    missing = to_come - wanted.keys() - {copy for copy, _ in copies}
+    if missing if weights is not None else missing & without:
+        _initialise(engine, missing, without, seed)
     engine.flush()
     engine.ranks.sync_first_weights()  # What follows reads values that other ranks have written.
     for copy, own in copies:

@@ -245,7 +245,7 @@ WITH_DECODERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "is_full"), [("t5", False), ("bart", True), ("xlnet", True)])
+@pytest.mark.parametrize(("name", "is_full"), [("t5", False), ("bart", True), ("xlnet", False)])
 def test_an_encoder_with_a_decoder_and_one_without_a_last_position_learn_as_plainly(
     name: str, is_full: bool, tmp_path: Path, table: dict[str, Any]
 ) -> None:
