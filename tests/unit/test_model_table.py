@@ -14,6 +14,7 @@ import pytest
 from infinity.config import Model
 from infinity.config.extras import TRIED, require_release, require_transformers
 from infinity.errors import ConfigError
+from infinity.modules.reading.configuration import positions_of
 from infinity.tools.training.model import plan_model
 
 MOE = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4}
@@ -47,9 +48,9 @@ def test_positions_are_those_that_the_rotary_embedding_stretches_to(
 ) -> None:
     table = MOE | {"max_position_embeddings": 64, "sliding_window": 16}
     found = Model(config=table | ({"rope_parameters": {"rope_theta": 1e4, **rope}} if rope else {}))
-    assert plan_model(found).max_positions == positions
+    assert positions_of(plan_model(found).hf_config) == positions
     for kind in ("mamba", "xlnet"):
-        assert plan_model(Model(config={"model_type": kind})).max_positions is None
+        assert positions_of(plan_model(Model(config={"model_type": kind})).hf_config) is None
 
 
 def test_a_key_that_nothing_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ from infinity.checkpoint.run.load import Loaded
 from infinity.config import JobConfig
 from infinity.errors import ConfigError
 from infinity.integrations.sampler import ServerSampler
-from infinity.modules.reading.configuration import model_for_text
+from infinity.modules.reading.configuration import model_for_text, positions_of
 from infinity.modules.tiling.layers import Tiled
 from infinity.tools.training.adapter import adapter_nbytes, name_of
 from infinity.tools.training.base_identity import identify, sha256_of
@@ -234,9 +234,10 @@ def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer | None, list[int
         Denoising(config)  # Raises for a directory that it cannot train.
         return plan_model(config.model), None, []
     plan, length = plan_model(config.model, config.train), config.data.sequence_length
-    if plan.max_positions is not None and length > plan.max_positions:
+    positions = positions_of(plan.hf_config)
+    if positions is not None and length > positions:
         raise ConfigError(
-            f"data.sequence_length={length} exceeds the model's {plan.max_positions} positions"
+            f"data.sequence_length={length} exceeds the model's {positions} positions"
         )
     tokenizer = open_tokenizer(config.data.tokenizer)
     sample = config.train.sample
@@ -246,9 +247,9 @@ def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer | None, list[int
     if not ids:
         raise ConfigError("train.sample.prompt gives no token")
     refuse_stranger(max(ids), tokenizer, plan.vocab_size, "train.sample.prompt")
-    if plan.max_positions is not None and len(ids) + sample.new_tokens > plan.max_positions:
+    if positions is not None and len(ids) + sample.new_tokens > positions:
         raise ConfigError(
             f"train.sample: a prompt of {len(ids)} tokens and new_tokens={sample.new_tokens} "
-            f"exceed the model's {plan.max_positions} positions"
+            f"exceed the model's {positions} positions"
         )
     return plan, tokenizer, ids

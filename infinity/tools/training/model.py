@@ -29,7 +29,6 @@ from infinity.modules.reading.configuration import (
     empty_model,
     model_for_text,
     names_scorer,
-    positions_of,
     table_of_denoiser,
     table_of_file,
     towers,
@@ -77,11 +76,6 @@ class ModelPlan:
     def vocab_size(self) -> int:
         """The number of token ids that the model has embeddings for."""
         return int(self.hf_config.get_text_config().vocab_size)
-
-    @property
-    def max_positions(self) -> int | None:
-        """`positions_of` the configuration."""
-        return positions_of(self.hf_config)
 
 
 def plan_model(
