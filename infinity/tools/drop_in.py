@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,9 +196,7 @@ class DropIn:
         been read over it in the block. Raises ConfigError for a small parameter that no file has,
         and that was changed without its value."""
         kept, buffers = values_of_adapters(model), dict(model.named_buffers())
-        first: FirstValues = {}
-        for module in model.modules():
-            first |= self._first.pop(module, {})
+        first = dict(chain(*(self._first.pop(of, {}).items() for of in model.modules())))
         values: dict[str, torch.Tensor] = {}
         for name, tensor in (*model.named_parameters(), *buffers.items()):
             if tensor.is_meta or id(tensor) in kept:
@@ -273,9 +272,8 @@ def _small_values(model: nn.Module, directory: Path) -> FirstValues:
 
     small = [of for of in plan.groups if all(map(is_small, of.targets))]
     replace(plan, groups=small, missing=[], unexpected=[]).load(write)
-    own = [p for p in model.parameters() if isinstance(p, Provisional)]
-    tensors = [*own, *(buffer for buffer in model.buffers() if not buffer.is_meta)]
     is_new = {id(model.get_parameter(name)) for name in plan.missing}
+    tensors = (of for of in (*model.parameters(), *model.buffers()) if not of.is_meta)
     return {id(of): (of, of.detach().clone(), id(of) in is_new) for of in tensors}
 
 
