@@ -16,7 +16,7 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -28,6 +28,8 @@ from infinity.engine.engine import ENGINES, Engine
 from infinity.errors import InfinityError, SwapLockedError
 from infinity.modules.tiling.split import tiles_of
 
+# Offloads a model again as `infinity.from_pretrained` did, with what was attached to it since.
+AGAIN: weakref.WeakKeyDictionary[Engine, Callable[[nn.Module], Any]] = weakref.WeakKeyDictionary()
 _NAME = re.compile(r"[A-Za-z]\w*")  # Names that begin with _ belong to IPython.
 
 

@@ -41,7 +41,7 @@ from infinity.checkpoint.run.save import save
 from infinity.config import SwapConfig
 from infinity.config.extras import TRIED, require_release, require_transformers
 from infinity.config.schema import changed
-from infinity.engine.registry import engine_of, owner_of
+from infinity.engine.registry import AGAIN, engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError, reporting
 from infinity.integrations.sampler import ServerSampler
 from infinity.integrations.windows import LayerMajorSteps, choose_order
@@ -191,9 +191,9 @@ def _take_adapter(model: nn.Module) -> None:
     if not strays:
         return
     engine, adapters = engine_of(model), values_of_adapters(model)
-    source = engine.config.model
-    is_new = source is not None and all(id(stray) in adapters for stray in strays.values())
-    if not is_new or source is None or source.path is None or not engine.leave_empty():
+    again, own = AGAIN.get(engine), {id(parameter) for parameter in strays.values()}
+    has_older = any(id(p) in adapters and owner_of(p) for p in model.parameters())
+    if again is None or has_older or not own <= adapters or not engine.leave_empty():
         raise ConfigError(
             f"{next(iter(strays))!r} and {len(strays) - 1} more were added to the model after "
             "infinity.offload, which does not know them. Give the adapter to "
@@ -201,12 +201,10 @@ def _take_adapter(model: nn.Module) -> None:
             "or run the program as it is: `infinity run`"
         )
     _log.warning(
-        "the trainer's peft_config came after the model was offloaded, so %s is offloaded again, "
-        "frozen; give peft_config to infinity.from_pretrained to do so once", source.path,
-    )  # fmt: skip
-    infinity.offload(
-        model, engine.config, weights=source.path, seed=source.seed, ignore=source.ignore
+        "the trainer's peft_config came after the model was offloaded, so it is offloaded again, "
+        "frozen; give peft_config to infinity.from_pretrained to do so once"
     )
+    again(model)
 
 
 def offload_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from infinity.config import SwapConfig
 from infinity.config.extras import require_release, require_transformers
 from infinity.config.hub import in_hub_cache, model_name, published_name
 from infinity.config.schema import changed
+from infinity.engine.registry import AGAIN, engine_of
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory, empty_model
 from infinity.tools.training.adapter import attach_adapter, without_renaming_notice
@@ -68,9 +70,6 @@ def from_pretrained(
     if config is None:
         config = choose_config(directory, peft_config, is_frozen=is_frozen)
     resolved = for_directory(SwapConfig.load(config), directory, dtype)
-    assert resolved.model is not None
-    ignore = [*resolved.model.ignore, *ignore]
-    resolved = changed(resolved, {"model.seed": seed, "model.ignore": ignore})
     adapters = [*filter(None, [resolved.adapter]), *resolved.adapters]
     if peft_config is not None and adapters:
         raise ConfigError("peft_config: the file has [adapter]; leave one of them out")
@@ -90,7 +89,10 @@ def from_pretrained(
             model = attach_adapter(model, first[0], *others, base=base, seed=first[1])
     if is_frozen:
         freeze(model)
-    return offload(model, resolved, weights=directory, seed=seed, ignore=ignore)
+    do = partial(offload, config=resolved, weights=directory, seed=seed, ignore=ignore)
+    do(model)
+    AGAIN[engine_of(model)] = do
+    return model
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:

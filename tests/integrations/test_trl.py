@@ -362,15 +362,30 @@ def test_an_adapter_that_the_trainer_attaches_to_an_offloaded_model_has_the_plai
     assert caplog.text.count("is offloaded again") == 1
 
 
-def test_an_adapter_of_the_trainer_over_weights_that_were_changed_is_refused(
-    tmp_path: Path,
+@pytest.mark.parametrize("kind", ["changed weights", "another adapter", "weights of a program"])
+def test_an_adapter_of_the_trainer_is_refused_where_the_files_do_not_have_the_rest(
+    kind: str, tmp_path: Path
 ) -> None:
-    make_model(lora=False).save_pretrained(tmp_path / "m")
-    model = infinity.from_pretrained(tmp_path / "m", swap(tmp_path / "swap"))
-    with infinity.gather(model.lm_head, modify=True), torch.no_grad():
-        model.lm_head.weight.mul_(2)
+    """The model stays offloaded."""
+    plain = make_model(lora=False)
+    plain.save_pretrained(tmp_path / "m")
+    if kind == "weights of a program":
+        model: Any = infinity.offload(plain, {**in_memory(), "model": {"path": tmp_path / "m"}})
+    else:
+        adapter = LORA if kind == "another adapter" else None
+        model = infinity.from_pretrained(tmp_path / "m", in_memory(), adapter)
+    if kind == "changed weights":
+        with infinity.gather(model.lm_head, modify=True), torch.no_grad():
+            model.lm_head.weight.mul_(2)
+    if kind == "another adapter":
+        model.add_adapter("late", LORA)
+        model.set_adapter("late")
+        trainer = sft(model, tmp_path / "out", None)
+    else:
+        trainer = sft(model, tmp_path / "out", None, peft_config=LORA)
     with pytest.raises(ConfigError, match="Give the adapter to infinity.from_pretrained"):
-        prepare_trainer(sft(model, tmp_path / "out", None, peft_config=LORA))
+        prepare_trainer(trainer)
+    assert not infinity.engine_of(model).is_closed
     infinity.close(model)
 
 
