@@ -110,7 +110,11 @@ class CompressedScheme:
         has_zeros = zeros in found.headers
         for group in groups:
             columns = group.size * stored[-1] if group.size and stored else 0
-            columns = columns or _columns_of(found, name, shape[-1], group.bits, layout)
+            if not columns or len(groups) > 1:
+                said = _columns_of(found, name, shape[-1], group.bits, layout)
+                if columns and columns != said:  # Codes of another group fill as many words.
+                    continue
+                columns = said
             size = group.size or max(columns, 1)
             logical = (*shape[:-1], columns)
             codec = AffineGroups(size, dtype, group.bits, layout, has_zeros)

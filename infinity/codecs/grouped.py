@@ -74,8 +74,7 @@ class GroupedScheme:
             (pair for pair in fitting if self._stores(found, *pair, names[:3])), fitting[0]
         )
         columns, count = shape[1], -(-shape[1] // codec.group)
-        is_told = self._has_order and order in found.headers
-        if is_told and check_order(found, order, columns, count, codec.group):
+        if order in found.headers and check_order(found, order, columns, count, codec.group):
             codec = AffineGroups(
                 codec.group, dtype, codec.bits, self._layout, True, self._is_raised, True
             )

@@ -145,7 +145,13 @@ OPTIONAL = {
 def find(
     config: dict[str, Any], headers: Headers, state: bytes = NF4_STATE
 ) -> dict[str, LogicalTensor]:
-    return logical_tensors(config, headers, read=lambda _: state, where="/model")
+    plain = (torch.arange(96, dtype=torch.int32) // 32).numpy().tobytes()
+    is_plain = state is NF4_STATE
+
+    def read(name: str) -> bytes:
+        return plain if is_plain and name.endswith("g_idx") else state
+
+    return logical_tensors(config, headers, read=read, where="/model")
 
 
 def weights(**changes: Any) -> dict[str, Any]:
@@ -371,6 +377,27 @@ def test_int4_may_have_one_scale_per_row() -> None:
     assert found["a.weight"].codec == AffineGroups(96)
 
 
+@pytest.mark.parametrize(
+    ("columns", "codec"),
+    [(256, AffineGroups(128)), (128, AffineGroups(64, bits=8))],
+)
+def test_of_integers_that_fill_as_many_words_the_stored_shape_chooses(
+    columns: int, codec: AffineGroups
+) -> None:
+    config = weights(group_size=128)
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = copy.deepcopy(groups["group_0"])
+    groups["group_1"]["weights"] |= {"group_size": 64, "num_bits": 8}
+    headers = {
+        "a.weight_packed": ("I32", (48, 32)),
+        "a.weight_scale": ("BF16", (48, 2)),
+        "a.weight_shape": ("I32", (2,)),
+    }
+    shape = torch.tensor([48, columns], dtype=torch.int32).numpy().tobytes()
+    found = find(config, headers, shape)["a.weight"]
+    assert (found.codec, found.shape) == (codec, (48, columns))
+
+
 def test_groups_of_modules_may_have_schemes_of_their_own() -> None:
     config = copy.deepcopy(INT4)
     groups = config["quantization_config"]["config_groups"]
@@ -474,7 +501,7 @@ def test_an_order_of_columns_is_read_and_one_of_groups_that_are_not_there_is_ref
     config, headers, name, codec, _ = CHECKPOINTS[kind]
     order = "a.g_idx" if kind == "gptq" else "a.weight_g_idx"
     headers = {**headers, order: ("I32", (96,))}
-    config = quantization(config, desc_act=True)
+    config = quantization(config, desc_act=False)  # As where `dynamic` has it for a module.
     plain = torch.arange(96, dtype=torch.int32) // 32
     found = find(config, headers, plain.numpy().tobytes())[name]
     assert (found.codec, order in found.aside) == (codec, True)
