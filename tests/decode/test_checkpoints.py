@@ -9,12 +9,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from infinity.checkpoint import weight_source
+from infinity.checkpoint.huggingface.export_weights import plan_export
 from infinity.codecs import AffineGroups, FloatBlocks, Plain, TableBlocks, mxfp4, nvfp4
+from infinity.tools.convert.rewrite import write_directory
+from infinity.tools.training.merge import plan_merge
 from tests.support.quantized import (
     LAYOUTS,
     TINY_CONFIGS,
@@ -182,12 +186,23 @@ def test_experts_that_mlx_lm_has_stacked_are_those_of_the_class(tmp_path: Path) 
     (tmp_path / "stacked" / "config.json").write_text((tmp_path / "apart/config.json").read_text())
     made = {key: torch.stack(own) if len(own) > 1 else own[0] for key, own in stored.items()}
     save_file(made, tmp_path / "stacked" / "model.safetensors")
-    loaded = []
+    loaded, model = [], tiny_causal_lm("qwen3-moe")
     for directory in ("apart", "stacked"):
-        plan = weight_source(tmp_path / directory).plan(model_of("qwen3-moe"))
+        plan = weight_source(tmp_path / directory).plan(model)
         found: dict[str, torch.Tensor] = {}
         plan.load(found.__setitem__)
         assert plan.stored().keys() == found.keys(), "all are read in place"
         loaded.append(found)
     assert loaded[0].keys() == loaded[1].keys()
     assert all(torch.equal(loaded[1][name], weight) for name, weight in loaded[0].items())
+    # Both are exported and merged under the names that transformers reads.
+    names = set(weight_source(tmp_path / "apart").names())
+    assert set(plan_export(model, max_shard_nbytes=1 << 30).shard_of) == names
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    for directory in ("apart", "stacked"):
+        plan = plan_merge(tmp_path / directory, tmp_path / "adapter", any_base=True)
+        write_directory(plan, tmp_path / f"{directory}-merged")
+    merged = [decoded_weights(tmp_path / f"{name}-merged") for name in ("apart", "stacked")]
+    assert merged[0].keys() == merged[1].keys() == names
+    assert all(torch.equal(merged[1][name], weight) for name, weight in merged[0].items())

@@ -94,8 +94,11 @@ def import_groups(
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    written_as: dict[int, Any] = {}
     if any(".switch_mlp." in name for name in source_names):
-        mapping = [*_stacked_by_mlx(converters), *mapping]
+        of_mlx = _stacked_by_mlx(converters)
+        written_as = {id(made): entry for made, entry in of_mlx}
+        mapping = [*(made for made, _ in of_mlx), *mapping]
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     converter_of = {
@@ -115,26 +118,27 @@ def import_groups(
         else:
             entry = collected.setdefault(target, (converter_of[pattern], []))
             entry[1].append((pattern, name))
-    model._weight_conversions = [entry for entry in mapping if entry.was_used()]
+    used = (entry for entry in mapping if entry.was_used())
+    model._weight_conversions = [written_as.get(id(entry), entry) for entry in used]
     return [
         TensorGroup(first_target=target, sources=tuple(sources), transform=transform)
         for target, (transform, sources) in collected.items()
     ], unused
 
 
-def _stacked_by_mlx(converters: Iterable[Any]) -> list[Any]:
+def _stacked_by_mlx(converters: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Returns the conversions that stack experts for mlx-lm's names of experts that are stacked
-    already: the same without their first operation."""
+    already, the same without their first operation, each with the one that it is made of."""
     from infinity.private.transformers import WeightConverter, WeightRenaming
 
-    found: list[Any] = []
+    found: list[tuple[Any, Any]] = []
     for entry in converters:
         sources = [re.sub(r"experts\.\*\.", "switch_mlp.", p) for p in entry.source_patterns]
         if sources == entry.source_patterns or type(entry.operations[0]).__name__ != _STACKING:
             continue
         left = entry.operations[1:]
         made = WeightConverter(sources, entry.target_patterns, left) if left else None
-        found.append(made or WeightRenaming(sources[0], entry.target_patterns[0]))
+        found.append((made or WeightRenaming(sources[0], entry.target_patterns[0]), entry))
     return found
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
 from infinity.checkpoint.huggingface.names import PlacedSource, SourcePlaces
+from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.codecs import Plain
 from infinity.config.schema.inputs import AdapterConfig
@@ -73,7 +74,9 @@ def plan_merge(
         of_tensor.setdefault(name, []).append(replace)
     for name in source.names():
         shard = source.file_of(name).name
-        plan.add(shard, name, _outcome(source, name, of_tensor.get(name, []), to))
+        outcome = _outcome(source, name, of_tensor.get(name, []), to)
+        is_of_mlx = to == "bf16" and _STACKED in name
+        plan.add(shard, name, _one_by_one(name, outcome) if is_of_mlx else outcome)
     return plan
 
 
@@ -131,6 +134,17 @@ def _outcome(
     dtype = source.stored_dtype(name)
     assert isinstance(dtype, torch.dtype), name
     return as_numbers(name, encoded.shape, dtype, merged)
+
+
+def _one_by_one(name: str, stacked: PlannedTensor) -> PlannedTensor:
+    """Returns the experts that mlx-lm has in one tensor as transformers reads them."""
+    (info,) = stacked.infos
+    names = [name.replace(_STACKED, f".experts.{number}.") for number in range(info.shape[0])]
+    infos = [TensorInfo(name=one, dtype=info.dtype, shape=info.shape[1:]) for one in names]
+    return PlannedTensor((*infos,), lambda: dict(zip(names, stacked.make()[name], strict=True)))
+
+
+_STACKED = ".switch_mlp."
 
 
 # -- What an adapter changes -----------------------------------------------------------------------
