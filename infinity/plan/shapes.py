@@ -24,6 +24,7 @@ from infinity.modules.reading.configuration import (
     HEADS,
     auto_class,
     empty_model,
+    is_router,
     names_scorer,
     positions_of,
     scores_sequences,
@@ -39,7 +40,6 @@ PartKey = tuple[Place, bool]  # With whether they are of routed experts.
 # Parts of a block, and places outside, whose weights a checkpoint stores in one format.
 Part = Literal["attention", "dense", "shared", "experts", "router", "embedding", "head"]
 _AUTO_PARTS = ("attention", "dense", "shared")
-_ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
 _TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k",
     "top_k_experts", "top_k", "num_selected_experts",
@@ -301,11 +301,11 @@ _ONE_EXPERT = re.compile(r"\.\w*experts\.(\d+)\.")
 
 def _part_of(name: str) -> Part:
     parts = name.split(".")
-    if any("shared" in part for part in parts[:-1]) and parts[-2] not in _ROUTERS:
+    if any("shared" in part for part in parts[:-1]) and not is_router(name):
         return "shared"
     if any("experts" in part for part in parts[:-1]):
         return "experts"
-    if len(parts) > 1 and parts[-2] in _ROUTERS:
+    if is_router(name):
         return "router"
     return "attention" if _is_attention(name) or "linear_attn" in name else "dense"
 

@@ -25,7 +25,7 @@ from transformers import (
 from infinity.checkpoint.huggingface.import_weights import weight_source
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
-from infinity.modules.reading.configuration import published_config
+from infinity.modules.reading.configuration import is_router, published_config
 from infinity.tools.convert.spread import plan_gather, plan_spread, run_gather, run_spread
 from infinity.tools.training import program
 from infinity.tools.training.adapter import auto_targets, expert_targets
@@ -373,6 +373,15 @@ def test_auto_targets_leave_out_head_and_routers(kind: str, expected: list[str])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]))
     assert auto_targets(model) == expected
+
+
+def test_any_part_of_a_name_may_say_that_it_routes() -> None:
+    """Of Gemma 4, HunYuan, LongCat, DBRX and others."""
+    routers = ["router.proj", "mlp.gate.wg", "mlp.router.classifier", "modality_router",
+               "mlp.gate.weight", "shared_expert_gate"]  # fmt: skip
+    assert all(is_router(f"layers.0.{name}") for name in routers)
+    others = ["mlp.gate_proj", "attn.output_gate", "mlp.shared_expert.gate_proj.weight"]
+    assert not any(is_router(f"layers.0.{name}") for name in others)
 
 
 def test_auto_targets_are_longer_where_an_excluded_layer_ends_alike() -> None:

@@ -225,6 +225,14 @@ _KINDS = {
 _SCORING = {"MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": "AutoModelForSequenceClassification"}
 # How the classes of reward models and classifiers end, and what they call their heads.
 OF_LABELS = "ForSequenceClassification"
+
+
+def is_router(name: str) -> bool:
+    """Whether a module, or a parameter, of this name routes tokens or is a part of what does."""
+    return any(part in _ROUTERS or "router" in part for part in name.split("."))
+
+
+_ROUTERS = ("gate", "shared_expert_gate", "shared_experts_gate")
 HEADS = ("score", "classifier", "classification_head", "logits_proj")
 
 

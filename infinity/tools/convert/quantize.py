@@ -24,6 +24,7 @@ from infinity.codecs.detect import QUANTISATION_KEYS
 from infinity.codecs.part import Codec
 from infinity.config.paths import refuse_no_directory
 from infinity.errors import ConfigError, listed
+from infinity.modules.reading.configuration import is_router
 from infinity.tools.convert.rewrite import (
     DirectoryPlan,
     PlannedTensor,
@@ -34,10 +35,8 @@ from infinity.tools.convert.rewrite import (
 
 Format = Literal["fp8", "int4", "nf4"]
 
-# Modules that stay, by the last part of their names: heads, embeddings, routers.
-_KEPT = re.compile(
-    r"(^|\.)(lm_head|score|embed\w*|\w*embed(ding)?s?|wte|wpe|gate|router|shared_experts?_gate)$"
-)
+# Heads and embeddings stay, by the last part of their names; and routers.
+_KEPT = re.compile(r"(^|\.)(lm_head|score|embed\w*|\w*embed(ding)?s?|wte|wpe)$")
 _WIDE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -123,7 +122,8 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
         shard, module = source.file_of(name).name, name.removesuffix(".weight")
         dtype = _dtype_of_matrix(source, name)
         codec = None if dtype is None else codec_of(dtype)
-        if codec is not None and not _KEPT.search(module) and _fits(codec, source.shape(name)):
+        is_kept = bool(_KEPT.search(module)) or is_router(module)
+        if codec is not None and not is_kept and _fits(codec, source.shape(name)):
             make = _reader(source, name)
             plan.add(shard, name, as_codes(name, source.shape(name), codec, make))
             num_quantised += 1
@@ -164,7 +164,7 @@ def _dtype_of_matrix(source: WeightSource, name: str) -> torch.dtype | None:
     shape, dtype = source.shape(name), source.stored_dtype(name)
     if not isinstance(dtype, torch.dtype) or dtype not in _WIDE:
         return None
-    if len(shape) == 3 and ".experts." in name:
+    if len(shape) == 3 and re.search(r"\.(experts|switch_mlp)\.", name):
         raise ConfigError(
             f"{source.path}: {listed([name])} packs experts in three dimensions {shape}; these "
             "formats are published with a matrix per expert. Save the model with transformers in "

@@ -28,6 +28,7 @@ from infinity.bounded import read_json, table_of
 from infinity.checkpoint.durable import new_directory, sync_file
 from infinity.config import JobConfig, SwapConfig
 from infinity.errors import ConfigError, UnsupportedError, listed, reporting
+from infinity.modules.reading.configuration import is_router
 from infinity.tools.convert.rewrite import check_target
 from infinity.tools.serving.sheet import (
     NUM_PROMPTS,
@@ -36,7 +37,7 @@ from infinity.tools.serving.sheet import (
     Locate,
     make_sheet,
 )
-from infinity.tools.training.adapter import CONFIG_NAME, PREFIX, ROUTERS, WEIGHTS_NAME
+from infinity.tools.training.adapter import CONFIG_NAME, PREFIX, WEIGHTS_NAME
 from infinity.tools.training.base_identity import IDENTITY_NAME
 from infinity.tools.training.data_files import read_utf8, texts_in
 from infinity.tools.training.job_data import open_data, refuse_stranger
@@ -248,7 +249,7 @@ def _why_not(
     if not isinstance(layer, (Linear, ParamWrapper)) or len(parts) > 1:
         return "embeddings and trainable tokens are no linear layers"
     last = name.rpartition(".")[2]
-    if last in ROUTERS or getattr(layer, "num_experts", 0) == 1:
+    if is_router(name) or getattr(layer, "num_experts", 0) == 1:
         return "it routes tokens"
     if adapted.get_base_model().get_output_embeddings() in (layer, layer.get_base_layer()):
         return "it is the head"

@@ -31,7 +31,7 @@ from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfi
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, refusing, reporting
 from infinity.modules.reading.adapters import adapter_of, names_of_adapters
-from infinity.modules.reading.configuration import HEADS, scores_sequences, towers
+from infinity.modules.reading.configuration import HEADS, is_router, scores_sequences, towers
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import MIB
 from infinity.tools.training.base_identity import (
@@ -57,10 +57,6 @@ _PARTIAL_NAME = ".adapter.partial"
 PREFIX = "base_model.model."  # Of PEFT, before the names of the base.
 _COMPARED_NBYTES = 16 * MIB
 _RELEASE_OF_EXPERTS = (0, 19)  # Of PEFT, since which packed experts are stored as today.
-# Linear modules that route tokens, by the last part of their names.
-ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
-
-
 # Attention and feed-forward modules of transformers of diffusers.
 _OF_DENOISER = re.compile(r"attn\d?|ff|ff_context|ffn|(img|txt|proj)_mlp")
 
@@ -613,7 +609,7 @@ def _is_auto_target(name: str, model: nn.Module) -> bool:
     rows = int(model.get_submodule(name).weight.shape[0])  # type: ignore[index]
     # A head over sequences is trained itself, and so may be what lies between it and the blocks.
     is_head = scores_sequences(model) and not any(map(str.isdigit, parts))
-    return not (is_routed or is_mixer or is_head or parts[-1] in ROUTERS or rows == 1)
+    return not (is_routed or is_mixer or is_head or is_router(name) or rows == 1)
 
 
 def _ends(name: str, ending: str) -> bool:
