@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -34,13 +34,15 @@ class ConfigSource:
     """The origin of a configuration. It does not take part in comparisons of configurations.
 
     `name` is the file as the caller named it; `directory` is absolute, and relative paths start
-    there; `environment` holds the keys that an environment variable decided.
+    there; `environment` holds the keys that an environment variable decided, `overrides` the
+    KEY=VALUE that replace values of the file.
     """
 
     kind: Literal["file", "dict"] = field(default="dict", compare=False)
     name: str = field(default="config", compare=False)
     directory: Path = field(default_factory=Path.cwd, compare=False)
     environment: tuple[str, ...] = field(default=(), compare=False)
+    overrides: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def origin(self) -> str:
@@ -60,8 +62,11 @@ def read_source(source: object) -> tuple[dict[str, Any], ConfigSource]:
     )
 
 
-def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ConfigSource]:
-    """The top-level table of a file, and its source. Raises ConfigError with file and line."""
+def read_file(
+    path: str | os.PathLike[str], overrides: Iterable[str] = ()
+) -> tuple[dict[str, Any], ConfigSource]:
+    """The top-level table of a file, with `overrides` as `override` takes them, and its source.
+    Raises ConfigError with file and line."""
     name = os.fspath(path)
     file = Path(os.path.abspath(os.path.expanduser(name)))
     suffix = file.suffix.lower()
@@ -85,7 +90,9 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ConfigSourc
         table = {}
     if not isinstance(table, dict):
         raise ConfigError(f"{name}: expected a table of sections; got {type(table).__name__}")
-    return table, ConfigSource("file", name, file.parent)
+    for text in overrides:
+        override(table, text)
+    return table, ConfigSource("file", name, file.parent, overrides=tuple(overrides))
 
 
 def _parse(content: bytes, suffix: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from rich.console import Console
 
 from infinity.config import SwapConfig
+from infinity.config.render import to_toml
+from infinity.config.source import read_file
 from infinity.tools.cli.watch import numbers_of, screen
 from infinity.tools.training.ending import next_commands, notify
 from infinity.tools.training.metrics import MetricsReader
@@ -110,13 +113,28 @@ def test_the_last_lines_are_commands(tmp_path: Path) -> None:
     assert next_commands(settings(tmp_path), summary) == []
     summary.interrupted_by, summary.checkpoint = "SIGINT", "out/checkpoints/step-2"
     go_on, look = next_commands(settings(tmp_path), summary)
-    assert go_on.startswith("next: infinity train CONFIG --resume") and "infinity inspect" in look
+    assert go_on.startswith("next: infinity train CONFIG --resume")
+    assert look.split()[:3] == ["infinity", "inspect", "out/checkpoints"]
     summary.interrupted_by, summary.export_directory = None, str(tmp_path / "out")
     text = "\n".join(next_commands(settings(tmp_path), summary))
     assert f"infinity merge {tmp_path / 'base'} {tmp_path / 'out'} -o merged" in text
     assert f"infinity chat {tmp_path / 'out'}" in text
     text = "\n".join(next_commands(settings(tmp_path, tokenizer="bytes"), summary))
     assert "infinity generate" in text and "infinity chat" not in text
+
+
+def test_the_command_that_goes_on_is_that_of_the_run(tmp_path: Path) -> None:
+    """With its overrides; and the checkpoints are looked for where they are."""
+    file = tmp_path / "a run.toml"
+    file.write_text(to_toml(settings(tmp_path), only_set=True))
+    overrides = ("output.directory=other", f'checkpoint.directory="{tmp_path}/else where"')
+    config = SwapConfig.from_table(*read_file(file, overrides))
+    summary = Summary(steps=3, num_parameters=1, interrupted_by="SIGINT")
+    summary.checkpoint = str(config.checkpoint_directory / "step-2")
+    go_on, look = (shlex.split(text, comments=True) for text in next_commands(config, summary))
+    sets = [word for text in overrides for word in ("--set", text)]
+    assert go_on == ["next:", "infinity", "train", str(file), *sets, "--resume"]
+    assert look == ["infinity", "inspect", f"{tmp_path}/else where"]
 
 
 def test_the_command_of_the_file_is_told_each_event_once(tmp_path: Path) -> None:

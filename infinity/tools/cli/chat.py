@@ -43,6 +43,8 @@ def generate(
     The weights are read from their files, the adapter's from its own; what memory has no space for
     is read again for every token.
     """
+    if not prompt:
+        raise ConfigError("TEXT: expected the beginning of a text; got none")
     writer, started_s = _open(directory, config), time.perf_counter()
     try:
         ids = writer.tokenizer.encode(prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -287,7 +288,8 @@ def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> l
 
     lines = [describe_machine(forecast.hardware), *answer_lines(wish, found, forecast)]
     if asked.file is not None:
-        lines += [f"wrote {asked.file}", f"next: {wish.program} train {asked.file}"]
+        file = shlex.quote(str(asked.file))
+        lines += [f"wrote {asked.file}", f"next: {wish.program} train {file}"]
     return lines
 
 

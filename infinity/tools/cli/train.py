@@ -72,13 +72,11 @@ def train(
 
     from infinity.config import JobConfig, SwapConfig
     from infinity.config.paths import with_located_model
-    from infinity.config.source import override, read_file
+    from infinity.config.source import read_file
     from infinity.tools.training.process import outliving_streams
     from infinity.tools.training.report import Tracing
 
-    table, source = read_file(config)
-    for text in overrides or []:
-        override(table, text)
+    table, source = read_file(config, overrides or ())
     loaded = JobConfig.of(with_located_model(SwapConfig.from_table(table, source)))
     tracing = None
     if trace is not None:

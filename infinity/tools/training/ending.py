@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from pathlib import Path
 from shlex import quote
 from typing import Literal
 
@@ -26,7 +27,8 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
     found: list[tuple[str, str]] = []
     if summary.interrupted_by and config.checkpoint is not None:
         file = config.source.name if config.source.kind == "file" else "CONFIG"
-        found.append((f"infinity train {quote(file)} --resume", "go on"))
+        again = "".join(f" --set {quote(text)}" for text in config.source.overrides)
+        found.append((f"infinity train {quote(file)}{again} --resume", "go on"))
     base = quote(str(config.model.path))
     if summary.export_directory and config.train.diffusion is not None:
         call = "load_lora_weights" if config.adapter else "transformer.from_pretrained"
@@ -41,7 +43,8 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
         if config.adapter is not None:
             found.append((f"infinity merge {base} {output} -o merged", "base and adapter as one"))
     if summary.checkpoint is not None:
-        found.append((f"infinity inspect {output}", "its checkpoints"))
+        place = quote(str(Path(summary.checkpoint).parent))  # It may be on another drive.
+        found.append((f"infinity inspect {place}", "its checkpoints"))
     width = max((len(command) for command, _ in found), default=0)
     return [
         f"{'' if number else 'next:':<6}{command:<{width}}  # {what}"
