@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -191,15 +192,16 @@ def test_each_rank_has_its_part_of_a_step() -> None:
 
 def test_a_file_for_ranks_says_how_to_start_them(tmp_path: Path, machine: Path) -> None:
     directory = config_only(tmp_path / "qwen3", QWEN3 | {"num_hidden_layers": 4})
-    file = tmp_path / "run.toml"
+    file = tmp_path / "a run.toml"
     options = ("--hardware", machine, "--ranks", 2, "-o", file)
     result = run(directory, "--batch", 3, *options)
     assert result.exit_code == 2 and "a multiple of --ranks 2" in result.stderr
     result = run(directory, *options)
     assert result.exit_code == 0, result.output
-    assert f"next: torchrun --nproc-per-node 2 -m infinity train {file}" in result.output
-    assert "#   torchrun --nproc-per-node 2 -m infinity train run.toml " in file.read_text()
-    assert "#   infinity plan run.toml --ranks 2 " in file.read_text()
+    command = f"torchrun --nproc-per-node 2 -m infinity train {shlex.quote(str(file))}"
+    assert f"next: {command}" in result.output
+    assert "#   torchrun --nproc-per-node 2 -m infinity train 'a run.toml' " in file.read_text()
+    assert "#   infinity plan 'a run.toml' --ranks 2 " in file.read_text()
     planned = RUNNER.invoke(app, ["plan", str(file), "--ranks", "2", "--hardware", str(machine)])
     assert planned.exit_code == 0, planned.output
     more = run(directory, "--hardware", "1xh200-4nvme", "--ranks", 2, "-o", tmp_path / "b.toml")
@@ -214,6 +216,23 @@ def test_columns_that_are_not_learned_count_for_nothing(tmp_path: Path) -> None:
         file.write_text((json.dumps({"messages": turns} | more) + "\n") * 3)
         counts.append(read_data([file], ByteTokenizer()))
     assert counts[0] == counts[1] and counts[0].num_records == 3
+
+
+def test_data_that_train_would_refuse_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"})
+    contents = (("empty.txt", "", "has no token"), ("list.json", "[]", "has no records"),
+                ("empty.jsonl", "", "is empty"), ("blank.jsonl", "\n \n", "has no records"),
+                ("pairs.jsonl", pair, 'train.method = "dpo" or "reward"'))  # fmt: skip
+    for name, text, said in contents:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=f"{name}.* {said}"):
+            read_data([tmp_path / name], ByteTokenizer())
+    (tmp_path / "labels.jsonl").write_text('{"text": "a", "label": "good"}')
+    found = read_data([tmp_path / "empty.jsonl", tmp_path / "labels.jsonl"], ByteTokenizer())
+    assert (found.noun, found.num_records) == ("records", 1)
+    assert 'train.method = "classify"' in caplog.text
 
 
 def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:

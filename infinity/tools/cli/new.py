@@ -133,7 +133,7 @@ def write_new(asked: NewOptions) -> None:
         )
     from infinity.tools.plan.draft import file_of
 
-    name = asked.file.name if asked.file is not None else "FILE"
+    name = shlex.quote(asked.file.name) if asked.file is not None else "FILE"
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     text = file_of(wish, found, forecast, name, today)
     if asked.file is not None:
@@ -161,7 +161,8 @@ def _refuse(asked: NewOptions) -> None:
             "--sweep is for adapters without experts, on one rank; leave it out, or "
             "--full, --experts and --ranks"
         )
-    _swept(asked)
+    if any("rank" in table for table in _swept(asked)) and asked.rank is not None:
+        raise ConfigError("expected --lora, or the ranks of --sweep; got both. Leave one out")
     if asked.batch is not None and asked.batch % asked.ranks:
         raise ConfigError(
             f"--batch {asked.batch}: expected a multiple of --ranks {asked.ranks}, because "
@@ -197,7 +198,8 @@ def _swept(asked: NewOptions) -> tuple[dict[str, Any], ...]:
             )
         with refusing(f"--sweep {text!r}: expected numbers", ValueError):
             axes[key] = values.split(",")
-            [kind(value) for value in axes[key]]
+            if len({kind(value) for value in axes[key]}) < len(axes[key]):
+                raise ConfigError(f"--sweep {text!r}: expected each value once")
     found = []
     for chosen in product(*axes.values()) if axes else ():
         pairs = list(zip(axes, chosen, strict=True))

@@ -5,6 +5,7 @@ The first records of every file are tokenised; the others count by their bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,8 +16,15 @@ from infinity.errors import ConfigError
 from infinity.sizes import MIB
 from infinity.tools.training.data_files import collect_files, is_records, read_rows, texts_in
 from infinity.tools.training.images import has_images, learned_images, open_processor
-from infinity.tools.training.records import kind_of_columns, load_records, needed_columns
+from infinity.tools.training.records import (
+    first_record,
+    kind_of_columns,
+    load_records,
+    needed_columns,
+)
 from infinity.tools.training.tokenizers import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 IMAGES = "records with images"
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
@@ -43,11 +51,21 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = 
     table = {"data": {"paths": [str(path.resolve()) for path in paths]}}
     data = SwapConfig.load(table).data
     assert data is not None
-    found = [_read(file, tokenizer, length) for file in chain(*collect_files(data.paths))]
+    texts, records = collect_files(data.paths)
+    if records and "chosen" in first_record(records):
+        raise ConfigError(
+            f"data.paths: {records[0]} holds preferences, and what is written here has "
+            'train.method = "sft", which does not learn them; write the file without --data, then '
+            'set data.paths, and train.method = "dpo" or "reward"'
+        )
+    found = [_read(file, tokenizer, length) for file in chain(texts, records)]
+    num_tokens = sum(facts.num_tokens for facts in found)
+    if not num_tokens:
+        raise ConfigError(f"data.paths: {(texts + records)[0]} has no token to learn; give more")
     return DataFacts(
-        noun=found[0].noun,
+        noun=next(facts.noun for facts in found if facts.num_tokens),
         num_records=sum(facts.num_records for facts in found),
-        num_tokens=sum(facts.num_tokens for facts in found),
+        num_tokens=num_tokens,
         longest=max(facts.longest for facts in found),
         is_exact=all(facts.is_exact for facts in found),
     )
@@ -64,13 +82,19 @@ def has_image_records(config: SwapConfig) -> bool:
 
 
 def _read(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
-    # Records of JSON lines, JSON, Parquet or `datasets`; none of text.
-    records = iter(read_rows(file, needed_columns) if is_records(file) else ())
+    if not is_records(file):
+        return _text(file, tokenizer)
+    records = iter(read_rows(file, needed_columns))
     first = next(records, None)
     if first is None:
-        return _text(file, tokenizer)
+        return DataFacts("records", 0, 0, 0, is_exact=True)
     marks = _MARKS_NBYTES if tokenizer.name == "bytes" else _MARKS
-    is_chat = kind_of_columns(list(first), str(file)) == "conversations"
+    kind = kind_of_columns(list(first), str(file))
+    if kind == "texts" and "label" in first:
+        _log.warning(
+            'data.paths: the labels of %s are not learned; train.method = "classify" with '
+            "train.labels learns them in place of the texts", file,
+        )  # fmt: skip
     learned = set(needed_columns(list(first)))
     lengths: list[int] = []
     sampled_nbytes, is_exact = 0, True
@@ -87,7 +111,7 @@ def _read(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
             break
     count = len(lengths) if is_exact else _count(file, len(lengths), sampled_nbytes)
     return DataFacts(
-        "conversations" if is_chat else "records",
+        "conversations" if kind == "conversations" else "records",
         count,
         sum(lengths) * count // len(lengths),
         max(lengths),

@@ -86,12 +86,7 @@ def load_records(
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    first = next(_read(paths, vocab_size, labels), None)
-    if first is None:
-        empty = next((path for path in paths if path.is_file() and not path.stat().st_size), None)
-        if empty is not None:
-            raise ConfigError(f"data.paths: {empty} is empty; expected records: {_ALL_COLUMNS}")
-        raise ConfigError(f"data.paths: {paths[0]} has no records ({len(paths)} files in all)")
+    first = first_record(paths, vocab_size=vocab_size, labels=labels)
     options = {"paths": tuple(map(str, paths)), "vocab_size": vocab_size, "labels": labels}
     stamps = {"stamps": tuple(stamp_of(path) for path in paths), "form": _FORM}
     try:
@@ -108,6 +103,20 @@ def load_records(
     if not pc.sum(pc.list_value_length(table.column("images"))).as_py():
         used.remove("images")
     return found.select_columns(used)
+
+
+def first_record(
+    paths: Sequence[Path], *, vocab_size: int | None = None, labels: tuple[str, ...] = ()
+) -> Row:
+    """Returns the first record of the table of `load_records`. Raises ConfigError if there is
+    none."""
+    first = next(_read(paths, vocab_size, labels), None)
+    if first is None:
+        empty = next((path for path in paths if path.is_file() and not path.stat().st_size), None)
+        if empty is not None:
+            raise ConfigError(f"data.paths: {empty} is empty; expected records: {_ALL_COLUMNS}")
+        raise ConfigError(f"data.paths: {paths[0]} has no records ({len(paths)} files in all)")
+    return first
 
 
 def load_prompts(paths: Sequence[Path], tokenizer: Any) -> Any:
