@@ -26,7 +26,7 @@ from infinity.storage.generations import UndecidedContent
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.shards import ShardFiles
 from infinity.storage.volume import Extent, Spared, Volume
-from infinity.tiers.device import FINISHED, DeviceAdapter
+from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
 from infinity.tiers.host import Block, HostPool
 
 
@@ -315,6 +315,8 @@ class LocalStore(StateStore):
         self._device = device
         self._counters = counters
         self._first_values: dict[int, FirstValues] = {}  # By unit; until its weights are written.
+        # The last copy to memory of the device: those before it are over when it is.
+        self._written: dict[tuple[int, StateKind], Copy] = {}
 
     @override
     def put_first(self, unit: Unit, fill: FirstValues) -> bool:
@@ -413,4 +415,8 @@ class LocalStore(StateStore):
             return FINISHED
         assert isinstance(location, DeviceLocation)
         rest = location.memory[offset_nbytes : offset_nbytes + host.numel()]
-        return self._device.copy(host, rest) if inward else self._device.copy(rest, host)
+        key = (at.unit.index, at.kind)
+        if not inward:  # Copies out would overtake copies in: they have a stream of their own.
+            return self._device.copy(rest, host, behind=self._written.get(key, FINISHED))
+        self._written[key] = copy = self._device.copy(host, rest)
+        return copy

@@ -40,7 +40,7 @@ import torch
 from typing_extensions import override
 
 from infinity.observe import Counters
-from infinity.tiers.device import POISON_BYTE, Copy, Region, ResizedRegion
+from infinity.tiers.device import FINISHED, POISON_BYTE, Copy, Region, ResizedRegion
 from infinity.tiers.host import Block, HostPool
 from infinity.tiers.stream_runtime import Event, Stream, Streams
 from infinity.tiers.streams import StreamDevice
@@ -291,12 +291,11 @@ class SimulatedStreams(Streams):
         uses = {self.current().name: self.asked} if region is None else region.last_uses
         for name, moment in uses.items():
             stream.require(name, moment, "memory is copied that is still in use")
-        start = on_host.data_ptr()
-        end = start + on_host.numel() * on_host.element_size()
+        spans = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in (source, target)]
         stream.come_after(self.host.seen)
-        for name, moment in self._copies_of(start, end):
-            if not inward or name != stream.name:
-                stream.require(name, moment, "the host's side of a copy is that of another")
+        for start, end in spans:
+            for name, moment in self._copies_of(start, end):
+                stream.require(name, moment, "one side of a copy is that of another")
         # The memory of a region exists. Other memory is kept by the caller, as the real device
         # needs.
         keep = on_device if region is not None else None
@@ -337,7 +336,7 @@ class SimulatedStreams(Streams):
             if inward:
                 region.filled = stream.name, stream.seen[stream.name]
         self.copies = [copy for copy in self.copies if self.host.seen.get(copy[2], 0) < copy[3]]
-        self.copies.append((start, end, stream.name, stream.seen[stream.name]))
+        self.copies += [(*span, stream.name, stream.seen[stream.name]) for span in spans]
 
     @override
     def run(
@@ -452,10 +451,10 @@ class SimulatedDevice(StreamDevice):
         self.attached_nbytes -= region.nbytes
 
     @override
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, behind: Copy = FINISHED) -> Copy:
         with self._copying:
             self.streams.asked = self.streams.tick()
-            return super().copy(source, target)
+            return super().copy(source, target, behind)
 
     @override
     def close(self) -> None:

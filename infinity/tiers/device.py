@@ -239,9 +239,11 @@ class DeviceAdapter:
         del tensor
         return True
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
-        """Starts copying between a host and a device tensor of one shape and dtype. The device
-        tensor may be dropped at once; the host's lives until `Copy.wait`."""
+    def copy(self, source: torch.Tensor, target: torch.Tensor, behind: Copy = FINISHED) -> Copy:
+        """Starts copying between a host and a device tensor of one shape and dtype, behind the work
+        of the current stream and behind another copy. The device tensor may be dropped at once; the
+        host's lives until `Copy.wait`."""
+        behind.wait()
         target.copy_(source)
         return FINISHED
 

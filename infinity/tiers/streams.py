@@ -47,7 +47,14 @@ import torch
 from typing_extensions import override
 
 from infinity.observe import Counters, Track
-from infinity.tiers.device import Copy, Decoding, DeviceAdapter, Region, ResizedRegion
+from infinity.tiers.device import (
+    FINISHED,
+    Copy,
+    Decoding,
+    DeviceAdapter,
+    Region,
+    ResizedRegion,
+)
 from infinity.tiers.device_faults import DeviceFaults, reporting_faults
 from infinity.tiers.host import Block, HostPool
 from infinity.tiers.stream_runtime import Event, Stream, Streams, event_behind
@@ -320,7 +327,7 @@ class StreamDevice(DeviceAdapter):
 
     @override
     @reporting_faults
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, behind: Copy = FINISHED) -> Copy:
         inward = self.is_on_host(source)
         stream, on_host, on_device = (
             (self._in_behind, source, target) if inward else (self._out, target, source)
@@ -328,6 +335,8 @@ class StreamDevice(DeviceAdapter):
         owner = self.streams.current()
         with self._copying:
             stream.wait_event(event_behind(self.streams, owner))
+            if isinstance(behind, StreamCopy):
+                behind.order_stream(stream)
             if inward:  # The memory may be that of a region.
                 stream.wait_event(event_behind(self.streams, self._in))
             copy = self._issue(stream, on_host.detach(), on_device.detach(), owner)

@@ -18,18 +18,23 @@ WIDTH, LAYERS = 32, 2
 
 
 def train(
-    directory: Path, dtype: torch.dtype, tiers: dict[str, str], update_on: str
+    directory: Path,
+    dtype: torch.dtype,
+    tiers: dict[str, str],
+    update_on: str,
+    updates: str = "at_step",
+    delay_s: float = 1e-4,
 ) -> tuple[list[torch.Tensor], int, int]:
     """Returns the state after three steps, and the bytes that steps 2 and 3 bring to the device and
     back from it."""
     config: dict[str, Any] = swap_config(
         directory, placement={"parameters": "host", **tiers}, device_nbytes="4MiB",
-        host_nbytes="4MiB", updates="at_step", update_chunk="8KiB", compute="auto",
+        host_nbytes="4MiB", updates=updates, update_chunk="8KiB", compute="auto",
     )  # fmt: skip
     config["schedule"]["update_on"] = update_on
     torch.manual_seed(0)
     model = Mlp(WIDTH, LAYERS).to(dtype)
-    with offloaded(model, config, device=SimulatedDevice(2, delay_s=1e-4)) as model:
+    with offloaded(model, config, device=SimulatedDevice(2, delay_s=delay_s)) as model:
         optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=0.5)
         engine = infinity.engine_of(model)
         for step in range(3):
@@ -93,4 +98,14 @@ def test_a_rule_whose_bits_the_device_would_not_give_is_updated_by_the_host(
         "infinity.streaming.updates.chunk_update.update_on_device", None
     )  # Not called.
     found, *_ = train(swap_directory, torch.bfloat16, everything, "device")
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_read_of_state_on_the_device_comes_after_the_write_of_its_last_update(
+    swap_directory: Path,
+) -> None:
+    tiers = {"master": "nvme", "moments": "device", "gradients": "nvme"}
+    expected, *_ = train(swap_directory, torch.float32, {}, "host")
+    # The forward updates a unit, and its state is read ahead for the backward: on another stream.
+    found, *_ = train(swap_directory, torch.float32, tiers, "host", "auto", delay_s=0.03)
     assert all(map(torch.equal, expected, found))
