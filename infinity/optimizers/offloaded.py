@@ -96,6 +96,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._measured: tuple[dict[TensorSpec, tuple[int, int]] | None, Measured] | None = None
         super().__init__(self._trainable(params), defaults)
         self.state = OptimizerState(self)  # type: ignore[assignment]
+        self._own(self._params.values())
 
     @staticmethod
     def _trainable(params: nn.Module | Iterable[Any]) -> list[Any]:
@@ -145,19 +146,27 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         param_group["params"] = params = [tile for param in params for tile in tiles_of(param)]
         refuse_options(self, param_group)
         self.check_group({**self.defaults, **param_group})
+        found: list[OffloadedParam] = []
         for place, item in enumerate(params):
             name, parameter = item if isinstance(item, tuple) else (None, item)
             param = self._find(parameter)  # A frozen parameter never gets a gradient.
             params[place] = param.handle if name is None else (name, param.handle)
-            self._params[id(param.handle)] = param
-            param.optimizer = weakref.ref(self)
+            found.append(param)
+        for param in found[:1]:
+            group = {**self.defaults, **param_group}
+            self._check_moments(self.settings_of(group, param, step=1).state_names)
         super().add_param_group(param_group)
-        for item in param_group["params"]:
-            handle = item[1] if isinstance(item, tuple) else item
-            self._groups[id(handle)] = param_group
-        for param in self._params.values():
-            self._check_moments(self.settings_of(self.param_groups[-1], param, step=1).state_names)
-            break
+        for param in found:
+            self._params[id(param.handle)] = param
+            self._groups[id(param.handle)] = param_group
+        if isinstance(self.state, OptimizerState):
+            self._own(found)
+
+    def _own(self, params: Iterable[OffloadedParam]) -> None:
+        """Takes parameters from the optimizers that had them, which keep them if this one is
+        refused: nothing raises after this."""
+        for param in params:
+            param.optimizer = weakref.ref(self)
 
     def _check_moments(self, needed: Iterable[str]) -> None:
         """Raises ConfigError unless the model was offloaded with space for exactly the moments that
@@ -310,6 +319,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._clipped |= {spec: stamps[spec][0] for spec in specs & stamps.keys()}
         is_of_all = specs == stamps.keys() and len(found.params) == len(specs)
         self._measured = (stamps, found) if is_of_all and found.norm_type == 2 else None
+
+    def note_zeroed(self, spec: TensorSpec) -> None:
+        """The gradient is zeros now, and keeps its number; what is added to it was not clipped."""
+        self._clipped.pop(spec, None)
 
     def clip_grad_norm_(
         self,

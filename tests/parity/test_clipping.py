@@ -411,13 +411,14 @@ def test_a_call_clips_in_the_place_of_the_setting_for_one_step(
     assert_same(plain(with_setting), ours(with_setting, run))
 
 
-def test_the_setting_clips_a_step_whose_clipped_gradients_were_dropped(
-    swap_directory: Path,
+@pytest.mark.parametrize("is_dropped", [True, False], ids=["dropped", "zeros"])
+def test_the_setting_clips_a_step_whose_clipped_gradients_are_gone(
+    is_dropped: bool, swap_directory: Path
 ) -> None:
     def program(run: Side, clip: Clip) -> list[torch.Tensor]:
         backward(run, 0)
         clip(parameters(run), SMALL)
-        run.model.zero_grad()
+        run.model.zero_grad(set_to_none=is_dropped)
         loss = backward(run, 1)
         if run.is_plain:
             clip(parameters(run), 0.01)

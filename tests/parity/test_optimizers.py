@@ -261,6 +261,34 @@ def test_an_optimizer_without_space_for_its_state_is_refused_naming_the_key(
         make_other(model)
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda m: infinity.Lion(m),
+        lambda m: infinity.SGD(m[0].parameters()).add_param_group(
+            {"params": list(m[1].parameters()), "momentum": 0.9}
+        ),
+        lambda m: infinity.SGD([{"params": [p]} for p in [m[1].weight] * 2]),
+    ],
+    ids=["no space", "a group without space", "a parameter twice"],
+)
+def test_what_is_refused_leaves_the_optimizer_that_trains(
+    refused: Callable[[nn.Module], Any], swap_directory: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    config = swap_config(swap_directory, optimizer={"name": "sgd"})
+    with infinity.engine_of(infinity.offload(model, config)):
+        optimizer = infinity.SGD(model[1].parameters())
+        with pytest.raises((ConfigError, ValueError)):
+            refused(model)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ConfigError, match="momentum"):
+            optimizer.add_param_group({"params": list(model[0].parameters()), "momentum": 0.9})
+        assert len(optimizer.param_groups) == 1
+        optimizer.step()
+
+
 def test_moments_that_were_read_cannot_be_changed(swap_directory: Path) -> None:
     model = offload(RULES["adamw"], swap_directory, "nvme")
     with infinity.engine_of(model):

@@ -210,6 +210,9 @@ class ParamGrads:
             self._bring_up_to_date(param)
             self.apply_scales([param.unit])
             self._gradients.zero(param.unit, param.spec)
+            optimizer = param.optimizer() if param.optimizer is not None else None
+            if optimizer is not None:
+                optimizer.note_zeroed(param.spec)
 
     def _bring_up_to_date(self, param: OffloadedParam) -> None:
         """Applies a pending update of the unit first, because it still needs the gradients."""
