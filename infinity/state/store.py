@@ -416,7 +416,7 @@ class LocalStore(StateStore):
         assert isinstance(location, DeviceLocation)
         rest = location.memory[offset_nbytes : offset_nbytes + host.numel()]
         key = (at.unit.index, at.kind)
-        if not inward:  # Copies out would overtake copies in: they have a stream of their own.
+        if not inward:  # INV-13: copies out have a stream of their own, and would overtake.
             return self._device.copy(rest, host, behind=self._written.get(key, FINISHED))
         self._written[key] = copy = self._device.copy(host, rest)
         return copy
