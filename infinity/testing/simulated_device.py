@@ -291,7 +291,7 @@ class SimulatedStreams(Streams):
         uses = {self.current().name: self.asked} if region is None else region.last_uses
         for name, moment in uses.items():
             stream.require(name, moment, "memory is copied that is still in use")
-        spans = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in (source, target)]
+        spans = [(side.data_ptr(), side.data_ptr() + side.nbytes) for side in (source, target)]
         stream.come_after(self.host.seen)
         for start, end in spans:
             for name, moment in self._copies_of(start, end):
