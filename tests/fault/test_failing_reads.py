@@ -22,6 +22,7 @@ from infinity.errors import CorruptionError, InfinityError, StorageError
 from infinity.tools.training import program
 from infinity.tools.training.job_data import tokenize
 from infinity.tools.training.tokenizers import ByteTokenizer
+from tests.train.jobs import job_table
 
 PLAIN = os.pread
 SHAPE = {
@@ -87,15 +88,14 @@ def test_tokens_that_cannot_be_read_back_are_an_error(tmp_path, monkeypatch, mod
 def test_a_resumed_run_names_the_file_of_each_read_that_fails(tmp_path, monkeypatch):
     """No error is one of another library, and the checkpoint is read whole afterwards."""
     GPT2LMHeadModel(GPT2Config(**SHAPE)).save_pretrained(tmp_path / "base")
-    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(300)))
-    table: dict[str, Any] = {
-        "tiers": {"host": {"capacity": "24MiB", "huge_pages": False}},
-        "model": {"path": str(tmp_path / "base")},
-        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
-        "train": {"steps": 1, "batch_size": 2},
-        "output": {"directory": str(tmp_path / "output"), "export": False},
-        "checkpoint": {"every": 1},
-    }
+    table = job_table(
+        tmp_path,
+        tiers={"host": {"capacity": "24MiB", "huge_pages": False}},
+        model={"path": str(tmp_path / "base")},
+        train={"steps": 1, "batch_size": 2},
+        output={"directory": str(tmp_path / "output"), "export": False},
+        checkpoint={"every": 1},
+    )
 
     def run(**options: Any) -> None:
         program.train(SwapConfig.load(table), console=Console(file=io.StringIO()), **options)

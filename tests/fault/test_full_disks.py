@@ -26,6 +26,7 @@ from infinity.tools.training.report import Reporter
 from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.bits import assert_same
 from tests.support.file_systems import failing, fill, small_tmpfs
+from tests.train.jobs import job_table
 
 SHAPE: dict[str, Any] = {
     "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 256,
@@ -142,19 +143,14 @@ def test_an_export_that_does_not_fit_leaves_the_earlier_one(tmp_path: Path) -> N
 def table(tmp_path: Path) -> dict[str, Any]:
     """A job whose output is on a small file system, and everything else elsewhere."""
     GPT2LMHeadModel(GPT2Config(**SHAPE)).save_pretrained(tmp_path / "base")
-    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(800)))
-    return {
-        "tiers": {
-            "host": {"capacity": "24MiB", "huge_pages": False},
-            "nvme": [{"path": str(tmp_path / "swap")}],
-        },
-        "model": {"path": str(tmp_path / "base")},
-        "adapter": {"rank": 4},
-        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
-        "train": {"steps": 16, "batch_size": 2},
-        "output": {"directory": str(tmp_path / "disk" / "out")},
-        "checkpoint": {"directory": str(tmp_path / "checkpoints"), "every": 2},
-    }
+    return job_table(
+        tmp_path,
+        model={"path": str(tmp_path / "base")},
+        adapter={"rank": 4},
+        train={"steps": 16, "batch_size": 2},
+        output={"directory": str(tmp_path / "disk" / "out")},
+        checkpoint={"directory": str(tmp_path / "checkpoints"), "every": 2},
+    )
 
 
 def run(table: dict[str, Any], **options: Any) -> str:

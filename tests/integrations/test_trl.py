@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,26 +179,26 @@ def history(trainer: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["full", "tied", "lora"])
-@pytest.mark.parametrize("make_trainer", [sft, dpo, grpo])
-def test_a_trainer_of_trl_gives_the_same_run(
-    make_trainer: Callable[..., Any], kind: str, tmp_path: Path
-) -> None:
-    """Losses, norms and rewards of every step, and every weight at the end."""
-    options = {"lora": kind == "lora", "tied": kind == "tied"}
-    has_reference = make_trainer is dpo and kind != "lora"
-    reference = make_model(**options) if has_reference else None
-    plain = make_trainer(make_model(**options), tmp_path / "plain", reference)
+def same_as_plain(
+    make_trainer: Callable[..., Any],
+    make: Callable[[], Any],
+    tmp_path: Path,
+    *,
+    has_reference: bool,
+    layer_major: bool,
+) -> Any:
+    """Runs a trainer over plain and over offloaded models, and compares all that they log and every
+    weight at the end. Returns the latter trainer."""
+    reference = make() if has_reference else None
+    plain = make_trainer(make(), tmp_path / "plain", reference)
     plain.train()
     if has_reference:
-        reference = infinity.offload(make_model(**options), in_memory())
-    model = infinity.offload(make_model(**options), swap(tmp_path / "swap"))
-    # The plain loop draws the numbers of dropout in the order of the plain trainer.
-    mine = prepare_trainer(make_trainer(model, tmp_path / "mine", reference), layer_major=False)
+        reference = infinity.offload(make(), in_memory())
+    model = infinity.offload(make(), swap(tmp_path / "swap"))
+    trainer = make_trainer(model, tmp_path / "mine", reference)
+    mine = prepare_trainer(trainer, layer_major=layer_major)
     mine.train()
-    rows = history(mine)
-    assert rows == history(plain)
-    assert sum("grad_norm" in row for row in rows) == 3
+    assert history(mine) == history(plain)
     engine = infinity.engine_of(model)
     found = dict(mine.model.named_parameters())  # With the reference adapter that TRL adds.
     found |= {name: engine.read_parameter(name) for name in engine.parameter_names()}
@@ -205,6 +206,21 @@ def test_a_trainer_of_trl_gives_the_same_run(
         assert torch.equal(found[name], parameter), name
     for each in filter(None, (model, reference)):
         infinity.engine_of(each).close()
+    return mine
+
+
+@pytest.mark.parametrize("kind", ["full", "tied", "lora"])
+@pytest.mark.parametrize("make_trainer", [sft, dpo, grpo])
+def test_a_trainer_of_trl_gives_the_same_run(
+    make_trainer: Callable[..., Any], kind: str, tmp_path: Path
+) -> None:
+    """The plain loop draws the numbers of dropout in the order of the plain trainer."""
+    make = partial(make_model, lora=kind == "lora", tied=kind == "tied")
+    has_reference = make_trainer is dpo and kind != "lora"
+    mine = same_as_plain(
+        make_trainer, make, tmp_path, has_reference=has_reference, layer_major=False
+    )
+    assert sum("grad_norm" in row for row in history(mine)) == 3
 
 
 @pytest.mark.parametrize(
@@ -215,34 +231,19 @@ def test_a_trainer_of_trl_gives_the_same_run(
 def test_a_layer_major_run_of_trl_is_that_of_the_plain_trainer(
     make_trainer: Callable[..., Any], kind: str, tmp_path: Path
 ) -> None:
-    """Losses, norms, token accuracies and rewards of every step and of an evaluation, and every
-    weight at the end."""
+    """Token accuracies and rewards of every step and of an evaluation, too."""
 
     def make() -> Any:
         return make_scorer() if kind == "scorer" else make_model(lora=kind == "lora", dropout=0.0)
 
     has_reference = make_trainer in (dpo, kto) and kind == "full"
-    reference = make() if has_reference else None
-    plain = make_trainer(make(), tmp_path / "plain", reference)
-    plain.train()
-    if has_reference:
-        reference = infinity.offload(make(), in_memory())
-    model = infinity.offload(make(), swap(tmp_path / "swap"))
-    trainer = make_trainer(model, tmp_path / "mine", reference)
-    mine = prepare_trainer(trainer, layer_major=True)
-    mine.train()
+    mine = same_as_plain(
+        make_trainer, make, tmp_path, has_reference=has_reference, layer_major=True
+    )
     rows = history(mine)
-    assert rows == history(plain)
     key = {sft: "mean_token_accuracy", reward: "accuracy"}.get(make_trainer, "rewards/chosen")
     assert sum(key in row for row in rows) == 3 and sum(f"eval_{key}" in row for row in rows) == 2
     assert mine._why_unswept is mine._said_unswept is None
-    engine = infinity.engine_of(model)
-    found = dict(mine.model.named_parameters())
-    found |= {name: engine.read_parameter(name) for name in engine.parameter_names()}
-    for name, parameter in plain.model.named_parameters():
-        assert torch.equal(found[name], parameter), name
-    for each in filter(None, (model, reference)):
-        infinity.engine_of(each).close()
 
 
 def make_llama4(*, lora: bool = False) -> Any:

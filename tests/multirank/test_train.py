@@ -25,37 +25,32 @@ from infinity.tools.training.program import Run
 from infinity.tools.training.ranks import job_rank
 from infinity.tools.training.trainer import RunTrainer
 from tests.support.exhaustive import sampled
+from tests.train.jobs import GPT2, job_table, lines_of
 
 from .processes import run_ranks, seem_on_node
 
-MODEL = {
-    "model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64,
-    "vocab_size": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-
-
-def _write_text(directory: Path) -> None:
-    (directory / "text.txt").write_text("".join(f"{i} and {i * i}\n" for i in range(400)))
-
 
 def _table(directory: Path, name: str, accumulation: int, **more: Any) -> dict[str, Any]:
-    return more | {
-        "tiers": {
-            "host": {"capacity": "64MiB", "huge_pages": False},
-            "nvme": [{"path": str(directory / "swap")}],
-        },
-        "model": {"config": MODEL},
-        "data": {"paths": [str(directory / "text.txt")], "sequence_length": 32},
-        "train": {
+    table = job_table(
+        directory,
+        train={
             "steps": 3,
             "batch_size": 2,
             "gradient_accumulation_steps": accumulation,
             "eval_every": 3,
         },
-        "optimizer": {"lr": 1e-2, "max_grad_norm": 0},
-        "output": {"directory": str(directory / name)},
-    }
+        optimizer={"lr": 1e-2, "max_grad_norm": 0},
+        output={"directory": str(directory / name)},
+        **more,
+    )
+    table["tiers"]["host"]["capacity"] = "64MiB"
+    return table
+
+
+@pytest.fixture(autouse=True)
+def _has_text(tmp_path: Path) -> None:
+    """All ranks read it, and none writes it."""
+    job_table(tmp_path)
 
 
 def _train(rank: int, directory: str, name: str, accumulation: int) -> tuple[str, int]:
@@ -81,21 +76,15 @@ def _train_stopped(rank: int, directory: str) -> int:
     return exit_code
 
 
-def _metrics(directory: Path, name: str) -> list[dict[str, Any]]:
-    lines = (directory / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_two_ranks_train_on_what_twice_the_accumulation_would(tmp_path: Path) -> None:
     """The same sequences, summed in the same order: two ranks that see one batch each, or one that
     sees two. Halving is exact, so even the bits agree."""
-    _write_text(tmp_path)
     _train(0, str(tmp_path), "alone", 2)
     (first, code), (second, other_code) = run_ranks(2, _train, str(tmp_path), "both", 1)
     assert code == other_code == 0
     assert first.count("step 1/3") == 1
     assert second == "", "one rank prints"
-    alone, both = _metrics(tmp_path, "alone"), _metrics(tmp_path, "both")
+    alone, both = lines_of(tmp_path / "alone"), lines_of(tmp_path / "both")
     for one, two in zip(alone, both, strict=True):
         for key in ("step", "loss", "held_out_loss", "num_tokens", "learning_rate"):
             assert one[key] == two[key], key
@@ -106,7 +95,6 @@ def test_two_ranks_train_on_what_twice_the_accumulation_would(tmp_path: Path) ->
 
 def test_one_rank_continues_a_run_of_two(tmp_path: Path) -> None:
     """Stopped on one of them, and with as many batches in a step as before: the uninterrupted run."""
-    _write_text(tmp_path)
     _train(0, str(tmp_path), "alone", 2)
     assert run_ranks(2, _train_stopped, str(tmp_path)) == [143, 143]
     table = _table(tmp_path, "parts", 1, checkpoint={})
@@ -151,11 +139,10 @@ def _train_with_overflows(rank: int, directory: str, name: str, accumulation: in
 
 @pytest.mark.parametrize("accumulation", sampled([1, 2], (1).__eq__))
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(tmp_path: Path, accumulation: int) -> None:
-    _write_text(tmp_path)
     assert _train_with_overflows(0, str(tmp_path), "alone", 2 * accumulation) == 0
     assert run_ranks(2, _train_with_overflows, str(tmp_path), "both", accumulation) == [0, 0]
     for name in ("alone", "both"):
-        skipped = [line["skipped"] is not None for line in _metrics(tmp_path, name)]
+        skipped = [line["skipped"] is not None for line in lines_of(tmp_path / name)]
         assert skipped == [False, True, False, True, False]
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("alone", "both")]
     assert all(tensor.isfinite().all() for tensor in weights[0].values())
@@ -180,7 +167,7 @@ def _train_spoilt(rank: int, directory: str) -> str:
     GPT2Attention.forward = spoil  # type: ignore[method-assign]
     table = _table(Path(directory), "spoilt", 1, distributed={"zero_stage": 3})
     table["tiers"]["host"]["capacity"] = "36MiB"  # Less than all weights: they come from rank 0.
-    table["model"] = {"config": MODEL | {"n_layer": 6, "n_embd": 256}}
+    table["model"] = {"config": GPT2 | {"n_layer": 6, "n_embd": 256}}
     table["output"]["export"] = False
     try:
         program.train(SwapConfig.load(table), console=Console(file=io.StringIO()))
@@ -192,7 +179,6 @@ def _train_spoilt(rank: int, directory: str) -> str:
 
 
 def test_the_module_of_a_rank_is_named_before_any_rank_closes(tmp_path: Path) -> None:
-    _write_text(tmp_path)
     other, own = run_ranks(2, _train_spoilt, str(tmp_path))
     said = "NonFiniteError: the loss (nan) is not finite at step 1, first produced by "
     assert own.startswith(f"{said}transformer.h.5.attn;")
@@ -214,14 +200,13 @@ def _replay(rank: int, directory: str, step: int, own_text: int, differing: int)
 
 
 def test_ranks_compare_a_run_of_one_and_tell_rank_0_what_differs(tmp_path: Path) -> None:
-    _write_text(tmp_path)
     text = (tmp_path / "text.txt").read_text()
     (tmp_path / "other.txt").write_text(text.replace("7 and 49", "7 and 48"))
     table = _table(tmp_path, "alone", 2, checkpoint={"every": 2})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "_DIGEST_SHARE", 1e12)  # A digest for each step.
         program.train(SwapConfig.load(table), console=Console(file=io.StringIO()))
-    assert all("state" in line for line in _metrics(tmp_path, "alone")[1:])
+    assert all("state" in line for line in lines_of(tmp_path / "alone")[1:])
     for step, own_text, differing, said in (
         (3, -1, -1, []), (3, 1, -1, [(None, "data")]), (3, -1, 1, [(2, "step-00000002")]),
     ):  # fmt: skip
@@ -234,7 +219,6 @@ def test_ranks_compare_a_run_of_one_and_tell_rank_0_what_differs(tmp_path: Path)
 
 @pytest.mark.skipif(not os.environ.get("INFINITY_TORCHRUN"), reason="costs a minute of imports")
 def test_the_command_runs_under_torchrun(tmp_path: Path) -> None:
-    _write_text(tmp_path)
     config = tmp_path / "swap.json"
     config.write_text(json.dumps(_table(tmp_path, "output", 1)))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from infinity.tools.cli import app
 from tests.support.commands import plan_in_numbers
 from tests.support.exhaustive import sampled
+from tests.train.jobs import lines_of
 
 RUNNER = CliRunner()
 
@@ -191,14 +192,18 @@ def test_bytes_are_those_of_a_run(
             swap=tmp_path / "swap", output=tmp_path / "out", dtype=dtype, accumulation=accumulation
         )
     )
-    change = ["--set", f"precision.moments={moments}"]
-    found = plan_in_numbers(file, *change)["moved_nbytes"]
-    result = RUNNER.invoke(app, ["train", str(file), *change])
+    compare_with_a_run(file, f"precision.moments={moments}", rel=0.1)
+
+
+def compare_with_a_run(file: Path, *changes: str, rel: float) -> None:
+    options = [part for each in changes for part in ("--set", each)]
+    found = plan_in_numbers(file, *options)["moved_nbytes"]
+    result = RUNNER.invoke(app, ["train", str(file), *options])
     assert result.exit_code == 0, result.output
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    ran = json.loads(lines[-2])  # The last one also carries out the update it decides.
+    # The last line also carries out the update it decides.
+    ran = lines_of(file.parent / "out")[-2]
     assert found["nvme_write"] == ran["nvme_write_nbytes"]
-    assert found["nvme_read"] == pytest.approx(ran["nvme_read_nbytes"], rel=0.1)
+    assert found["nvme_read"] == pytest.approx(ran["nvme_read_nbytes"], rel=rel)
 
 
 @pytest.mark.usefixtures("without_digests")
@@ -218,12 +223,7 @@ def test_bytes_of_tiles_are_those_of_a_run(tmp_path: Path) -> None:
     ).partition("[model.config]")[0]
     file = tmp_path / "swap.toml"
     file.write_text(f"{head}\n[model.config]\n{shape}")
-    change = ["tiers.host.capacity=6MiB", "train.batch_size=3", "schedule.micro_batch=1",
-              "schedule.tile=128KiB", "schedule.tile_micro_batches=2"]  # fmt: skip
-    options = [part for each in change for part in ("--set", each)]
-    found = plan_in_numbers(file, *options)["moved_nbytes"]
-    result = RUNNER.invoke(app, ["train", str(file), *options])
-    assert result.exit_code == 0, result.output
-    ran = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-2])
-    assert found["nvme_write"] == ran["nvme_write_nbytes"]
-    assert found["nvme_read"] == pytest.approx(ran["nvme_read_nbytes"], rel=0.01)
+    compare_with_a_run(
+        file, "tiers.host.capacity=6MiB", "train.batch_size=3", "schedule.micro_batch=1",
+        "schedule.tile=128KiB", "schedule.tile_micro_batches=2", rel=0.01,
+    )  # fmt: skip

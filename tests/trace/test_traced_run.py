@@ -26,6 +26,7 @@ from infinity.tools.training import program
 from infinity.tools.training.report import Tracing
 from tests.support.forked import COMMAND, run_script
 from tests.support.models import Mlp
+from tests.train.jobs import GPT2, job_table, lines_of
 
 THREAD = ("compute", "engine", "updates", "stalls")
 
@@ -34,24 +35,18 @@ THREAD = ("compute", "engine", "updates", "stalls")
 def table(tmp_path_factory) -> dict[str, Any]:
     """A small configuration, everything on two swap paths."""
     tmp_path = tmp_path_factory.mktemp("traced")
-    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(500)))
-    return {
-        "tiers": {
+    return job_table(
+        tmp_path,
+        tiers={
             "host": {"capacity": "64MiB"},
             "nvme": [{"path": str(tmp_path / name), "weight": 1} for name in ("a", "b")],
         },
-        "io": {"stripe": "64KiB"},
-        "placement": {"gradients": "nvme"},
-        "model": {
-            "config": {
-                "model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64,
-                "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0,
-            }
-        },
-        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
-        "train": {"steps": 5, "batch_size": 2},
-        "output": {"directory": str(tmp_path / "output"), "export": False},
-    }  # fmt: skip
+        io={"stripe": "64KiB"},
+        placement={"gradients": "nvme"},
+        model={"config": GPT2 | {"n_layer": 3, "n_embd": 64}},
+        train={"steps": 5, "batch_size": 2},
+        output={"directory": str(tmp_path / "output"), "export": False},
+    )
 
 
 def train(table: dict[str, Any], trace: Tracing | None) -> list[dict[str, Any]]:
@@ -59,8 +54,7 @@ def train(table: dict[str, Any], trace: Tracing | None) -> list[dict[str, Any]]:
     console = Console(file=io.StringIO())
     _, exit_code = program.train(SwapConfig.load(table), console=console, trace=trace)
     assert exit_code == 0
-    metrics = Path(table["output"]["directory"]) / "metrics.jsonl"
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+    return lines_of(table["output"]["directory"])
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import re
 import tempfile
@@ -13,7 +12,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +25,6 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import is_router, published_config
 from infinity.tools.convert.spread import plan_gather, plan_spread, run_gather, run_spread
-from infinity.tools.training import program
 from infinity.tools.training.adapter import auto_targets, expert_targets
 from infinity.tools.training.base_identity import identify, read_identity
 from infinity.tools.training.merge import plan_merge
@@ -35,6 +32,7 @@ from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled
 from tests.support.quantized import tiny_causal_lm, write_decoded, write_quantized
 
+from .jobs import job_table, lines_of, metrics, run
 from .plain import train as train_plainly
 
 SMALL = {
@@ -70,33 +68,13 @@ def save_base(directory: Path, kind: str = "llama", dtype: torch.dtype = torch.b
 @pytest.fixture
 def table(tmp_path: Path) -> dict[str, Any]:
     """A small job, its base on nvme; tests change what they are about."""
-    text = "".join(f"{i} and {i * i} are {i * i * i}\n" for i in range(400))
-    (tmp_path / "text.txt").write_text(text)
-    return {
-        "tiers": {
-            "host": {"capacity": "24MiB", "huge_pages": False},
-            "nvme": [{"path": str(tmp_path / "swap")}],
-        },
-        "model": {"path": str(tmp_path / "base"), "seed": 5},
-        "adapter": {"rank": 4, "alpha": 8},
-        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
-        "train": {"steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2},
-        "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1},
-        "output": {"directory": str(tmp_path / "output")},
-    }
-
-
-def run(table: dict[str, Any], **options: Any) -> dict[str, Any]:
-    console = Console(file=io.StringIO(), width=200)
-    summary, code = program.train(SwapConfig.load(table), console=console, **options)
-    assert code == 0
-    return summary.to_dict()
-
-
-def metrics(table: dict[str, Any]) -> list[tuple[float, float]]:
-    path = Path(table["output"]["directory"]) / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [(line["loss"], line["grad_norm"]) for line in lines]
+    return job_table(
+        tmp_path,
+        model={"path": str(tmp_path / "base"), "seed": 5},
+        adapter={"rank": 4, "alpha": 8},
+        train={"steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2},
+        optimizer={"lr": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1},
+    )
 
 
 def plain(
@@ -198,8 +176,7 @@ def test_a_step_fetches_a_block_once_for_all_its_batches(tmp_path, table) -> Non
     run(table)
 
     def read_nbytes(name: str) -> int:
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return json.loads(lines[2])["nvme_read_nbytes"]
+        return lines_of(tmp_path / name)[2]["nvme_read_nbytes"]
 
     # Twice the base, and the adapter with its state.
     assert base_nbytes < read_nbytes("one") < 2.5 * base_nbytes

@@ -32,7 +32,7 @@ from infinity.tools.training import denoising, latents, program
 from infinity.tools.training.model import build_model, plan_model
 from infinity.tools.training.replay import replay
 from infinity.tools.training.settle import settle
-from tests.train.jobs import start, wait_for_steps
+from tests.train.jobs import lines_of, start, wait_for_steps
 
 diffusers = pytest.importorskip("diffusers", reason="pip install diffusers")
 training_utils = pytest.importorskip("diffusers.training_utils")
@@ -120,8 +120,7 @@ def config_of(job: Path) -> JobConfig:
 
 def train(job: Path, **options: Any) -> list[float]:
     program.train(config_of(job), **options)
-    lines = (job / "output" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [line["loss"] for line in lines_of(job / "output")]
 
 
 def targets(transformer: Any) -> list[str]:

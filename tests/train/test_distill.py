@@ -23,7 +23,7 @@ from infinity.tools.scoring import program as scoring
 from infinity.tools.training import divergence, program
 from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import ByteTokenizer
-from tests.train.jobs import write_job
+from tests.train.jobs import lines_of, write_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VOCABULARY, LENGTH, STEPS, TOP_K = 256, 32, 3, 8
@@ -82,8 +82,7 @@ def job_of(directory: Path, student: Path, **distill: Any) -> Path:
 
 def train(job: Path) -> list[float]:
     program.train(SwapConfig.load(job))
-    lines = (job.parent / "output" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [line["loss"] for line in lines_of(job.parent / "output")]
 
 
 def score(job: Path, teacher: Path, **options: Any) -> None:
@@ -174,8 +173,7 @@ def test_an_adapter_goes_on_from_a_checkpoint_with_the_same_losses_and_no_other_
         shutil.rmtree(newest)
         with nullcontext() if error is None else pytest.raises(ConfigError, match=error):
             program.train(SwapConfig.load(job), resume=True)
-    lines = (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == whole and len(whole) == STEPS
+    assert [line["loss"] for line in lines_of(tmp_path / "output")] == whole and len(whole) == STEPS
 
 
 def test_slices_of_the_head_have_the_loss_and_the_gradients_of_all_rows(

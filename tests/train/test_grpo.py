@@ -20,7 +20,7 @@ from infinity.tools.training import program
 from infinity.tools.training.chat import CHATML
 from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.sampling_server import SamplingServer
-from tests.train.jobs import write_job
+from tests.train.jobs import lines_of, write_job
 
 STEPS, PROMPTS = 4, [f"{i} squared is " for i in range(12)]
 JOB = """
@@ -110,12 +110,7 @@ def job_of(directory: Path, base: Path, *, method: str = "grpo", adapter: str = 
 
 def train(job: Path, **options: Any) -> list[dict[str, Any]]:
     program.train(SwapConfig.load(job), **options)
-    return lines_of(job)
-
-
-def lines_of(job: Path) -> list[dict[str, Any]]:
-    lines = (job.parent / "output" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return lines_of(job.parent / "output")
 
 
 def plain(
@@ -200,7 +195,7 @@ def test_a_server_samples_and_a_run_that_it_has_ended_goes_on(base: Path, tmp_pa
         job = job_of(tmp_path / "again", base, rest=rest, sampler=url)
         with pytest.raises(ConfigError, match="does not answer: .* from its last checkpoint"):
             train(job)
-        assert len(lines_of(job)) == 2
+        assert len(lines_of(job.parent / "output")) == 2
     with server_of(base).running() as url:  # At another address.
         job = job_of(tmp_path / "again", base, rest=rest, sampler=url)
         lines.append(train(job, resume=True))

@@ -40,7 +40,7 @@ from tests.support.forked import COMMAND, Script
 from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from . import plain
-from .jobs import HELD, wait_for_steps
+from .jobs import HELD, lines_of, wait_for_steps
 from .record_jobs import adapter_job, write
 from .test_records import CHAT, PREFERENCES, as_messages, base, metrics, run  # noqa: F401
 
@@ -138,18 +138,17 @@ def test_a_classifier_that_was_killed_goes_on_as_if_it_had_not_been(
         run(changed_train(table, labels=LABELS[::-1]), resume=True)
     assert run(table, resume=True)["resumed_at"] == 4
     assert metrics(table) == metrics(whole)
-    kept = [json.loads(line)["held_out_loss"] for line in lines(whole)]
+    kept, again = (
+        [line["held_out_loss"] for line in lines_of(each["output"]["directory"])]
+        for each in (whole, table)
+    )
     assert [loss is not None for loss in kept] == [False, False, True] * 2 + [False, True]
-    assert kept == [json.loads(line)["held_out_loss"] for line in lines(table)]
+    assert kept == again
     both = [
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("output", "whole")
     ]
     assert_same(*both)
     assert any("score" in name for name in both[0])
-
-
-def lines(table: dict[str, Any]) -> list[str]:
-    return (Path(table["output"]["directory"]) / "metrics.jsonl").read_text().splitlines()
 
 
 def changed_train(table: dict[str, Any], **options: Any) -> dict[str, Any]:

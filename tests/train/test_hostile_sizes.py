@@ -20,27 +20,18 @@ from infinity.tools.training import program
 from infinity.tools.training.job_data import tokenize
 from infinity.tools.training.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
-SHAPE = {
-    "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": 300,
-    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
+from .jobs import GPT2, job_table
+
+SHAPE = GPT2 | {"vocab_size": 300}
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> dict[str, Any]:
     GPT2LMHeadModel(GPT2Config(**SHAPE)).save_pretrained(tmp_path / "base")
     ByteTokenizer().for_records().save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(300)))
-    return {
-        "tiers": {
-            "host": {"capacity": "24MiB", "huge_pages": False},
-            "nvme": [{"path": str(tmp_path / "swap")}],
-        },
-        "model": {"path": str(tmp_path / "base")},
-        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
-        "train": {"steps": 1, "batch_size": 2},
-        "output": {"directory": str(tmp_path / "output")},
-    }
+    return job_table(
+        tmp_path, model={"path": str(tmp_path / "base")}, train={"steps": 1, "batch_size": 2}
+    )
 
 
 def edit(file: Path, **values: Any) -> None:
@@ -78,7 +69,7 @@ def test_an_impossible_token_id_in_generation_config_json_is_refused_by_name(
 
 @pytest.mark.parametrize("value", [2**31, 2**40, -1, 0, "many"])
 def test_an_impossible_vocabulary_of_the_job_is_refused_by_name(table, value):
-    table["model"] = {"config": {"model_type": "gpt2", **SHAPE, "vocab_size": value}}
+    table["model"] = {"config": SHAPE | {"vocab_size": value}}
     refused(table, r"model\.config.*vocab_size")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import importlib.machinery
-import io
 import json
 import sys
 import types
@@ -15,18 +14,17 @@ import datasets
 import peft
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
-from infinity.tools.training import program
 from infinity.tools.training.chat import CHATML
 from infinity.tools.training.records import load_records
 from infinity.tools.training.tokenizers import ByteTokenizer
 
 from . import plain
+from .jobs import metrics, run
 from .record_jobs import MODEL, adapter_job, rows_of, write
 
 CHAT = [
@@ -67,19 +65,6 @@ def base(tmp_path: Path) -> Path:
 def table(tmp_path: Path, base: Path) -> dict[str, Any]:
     """An adapter over conversations; tests change what they are about."""
     return adapter_job(tmp_path, base, CHAT, length=128, steps=6)
-
-
-def run(table: dict[str, Any], **options: Any) -> dict[str, Any]:
-    console = Console(file=io.StringIO(), width=300)
-    summary, code = program.train(SwapConfig.load(table), console=console, **options)
-    assert code == 0
-    return summary.to_dict() | {"printed": " ".join(console.file.getvalue().split())}
-
-
-def metrics(table: dict[str, Any]) -> list[tuple[float, float]]:
-    path = Path(table["output"]["directory"]) / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
 def adapted(base: Path) -> Any:

@@ -30,7 +30,7 @@ from infinity.tools.training.report import Summary
 from tests.support.file_systems import seem_elsewhere
 from tests.support.forked import COMMAND, TIME_LIMIT_S, run_script
 
-from .jobs import CONFIG, start, wait_for_steps, write_job
+from .jobs import CONFIG, lines_of, start, wait_for_steps, write_job
 
 RUN = """steps = 60
 gradient_accumulation_steps = 2
@@ -63,9 +63,8 @@ def run(job: Path, *overrides: str, **options: Any) -> Summary:
 
 def metrics(job: Path, output: str = "output") -> list[tuple[object, ...]]:
     """What must be the same of every step, in order."""
-    lines = (job / output / "metrics.jsonl").read_text().splitlines()
     keys = "step", "loss", "grad_norm", "learning_rate", "held_out_loss", "num_tokens"
-    return [tuple(json.loads(line)[key] for key in keys) for line in lines]
+    return [tuple(line[key] for key in keys) for line in lines_of(job / output)]
 
 
 def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, processes):

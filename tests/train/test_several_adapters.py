@@ -22,6 +22,7 @@ from infinity.tools.training.settle import settle
 from tests.support.bits import assert_same
 from tests.support.forked import COMMAND, Script
 
+from .jobs import lines_of
 from .test_adapter import run, save_base, table  # noqa: F401
 
 KEPT = ("step", "loss", "grad_norm", "held_out_loss", "learning_rate", "num_tokens", "epoch")
@@ -55,10 +56,9 @@ def alone(table: dict[str, Any], tmp_path: Path) -> dict[str, tuple[Any, Any, An
 
 
 def left_by(directory: Path) -> tuple[Any, Any, Any]:
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     described = json.loads((directory / "adapter_config.json").read_text())
     return (
-        [{key: line[key] for key in KEPT} for line in lines],
+        [{key: line[key] for key in KEPT} for line in lines_of(directory)],
         load_file(directory / "adapter_model.safetensors"),
         described,
     )
@@ -101,8 +101,7 @@ def test_killed_and_resumed_every_adapter_has_the_bits_of_its_own_run(
     assert sorted(summary["others"]) == ["dora", "plain"]
     assert summary["others"]["plain"]["stopped_early"]
     compare(several, expected)
-    lines = (places(several)["dora"] / "metrics.jsonl").read_text().splitlines()
-    assert {json.loads(line)["adapter"] for line in lines} == {"dora"}
+    assert {line["adapter"] for line in lines_of(places(several)["dora"])} == {"dora"}
 
 
 # The second adapter ends its process before the checkpoint of a step, and after that of the first.

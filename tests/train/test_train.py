@@ -28,31 +28,13 @@ from infinity.tools.training import program
 from infinity.tools.training.trainer import MOST_SKIPPED, RunTrainer
 
 from . import plain
-
-MODEL = {
-    "model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64,
-    "vocab_size": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-TEXT = "".join(f"{i} and {i * i} are {i * i * i}\n" for i in range(400))
+from .jobs import GPT2, TEXT, job_table, lines_of
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> dict[str, Any]:
     """A small configuration, everything on nvme; tests change what they are about."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    return {
-        "tiers": {
-            "host": {"capacity": "24MiB", "huge_pages": False},
-            "nvme": [{"path": str(tmp_path / "swap")}],
-        },
-        "placement": {"gradients": "nvme"},
-        "model": {"config": dict(MODEL)},
-        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
-        "train": {"steps": 4, "batch_size": 2},
-        "optimizer": {"lr": 1e-2},
-        "output": {"directory": str(tmp_path / "output")},
-    }
+    return job_table(tmp_path, placement={"gradients": "nvme"}, optimizer={"lr": 1e-2})
 
 
 def run(table: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -71,14 +53,13 @@ def swap_is_released(table: dict[str, Any]) -> bool:
 
 def save_model(directory: Path, **options: Any) -> torch.nn.Module:
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2), dtype=torch.float32)
     model.save_pretrained(directory, **options)
     return model
 
 
 def metrics(table: dict[str, Any]) -> list[dict[str, Any]]:
-    path = Path(table["output"]["directory"]) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return lines_of(table["output"]["directory"])
 
 
 def exported(table: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -476,10 +457,10 @@ def quantized(table: dict[str, Any], tmp_path: Path) -> None:
         (empty_text, ConfigError, "no text in them"),
         (short_text, ConfigError, "1 sequences of data.sequence_length=32, 1 of them held out"),
         (change(data__paths=["/nowhere"]), ConfigError, "/nowhere does not exist"),
-        (change(model__config=MODEL | {"vocab_size": 100}), ConfigError, "vocabulary of 100"),
-        (change(model__config=MODEL | {"n_layers": 3}), ConfigError, "did you mean 'n_layer'"),
+        (change(model__config=GPT2 | {"vocab_size": 100}), ConfigError, "vocabulary of 100"),
+        (change(model__config=GPT2 | {"n_layers": 3}), ConfigError, "did you mean 'n_layer'"),
         (change(model__config={"model_type": "gpt3"}), ConfigError, "did you mean 'gpt"),
-        (change(model__config=MODEL | {"n_layer": "two"}), ConfigError, "n_layer"),
+        (change(model__config=GPT2 | {"n_layer": "two"}), ConfigError, "n_layer"),
         (
             change(model__config={"model_type": "clip"}),
             ConfigError,

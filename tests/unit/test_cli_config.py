@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError
-from tests.support.commands import run_command
+from tests.support.commands import imported_by, run_command
 
 GOOD = '[io]\nthreads = 3\n[[tiers.nvme]]\npath = "swap"\n'
 BAD = '[io]\nthread = 3\n[tiers.host]\ncapacity = "8G"\n'
@@ -160,21 +159,7 @@ def test_unknown_command_is_told_the_nearest() -> None:
     "arguments", [["--help"], ["--version"], ["config", "--help"], ["config", "schema"]]
 )
 def test_help_and_config_import_no_torch(arguments: list[str]) -> None:
-    code = (
-        "import sys\n"
-        "from infinity.tools.cli import main\n"
-        "try:\n"
-        "    main()\n"
-        "except SystemExit as end:\n"
-        "    assert not end.code, end.code\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'infinity.tools.cli.train'}\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr.strip() == "[]"
-    assert done.stdout
+    code = f"import sys; sys.argv[1:] = {arguments}\nfrom infinity.tools.cli import main; main()"
+    heavy = ("torch", "numpy", "transformers", "infinity.tools.cli.train")
+    found, printed = imported_by(code, heavy)
+    assert not found and printed
