@@ -84,9 +84,8 @@ def from_pretrained(
             with without_renaming_notice():
                 model = peft.get_peft_model(model, peft_config)
         elif adapters:
-            first, *others = ((a, seed if a.seed is None else a.seed) for a in adapters)
-            base = weight_source(directory)
-            model = attach_adapter(model, first[0], *others, base=base, seed=first[1])
+            seeded = [(a, seed if a.seed is None else a.seed) for a in adapters]
+            model = attach_adapter(model, seeded, weight_source(directory))
     if is_frozen:
         freeze(model)
     do = partial(offload, config=resolved, weights=directory, seed=seed, ignore=ignore)

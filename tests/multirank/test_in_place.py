@@ -95,7 +95,7 @@ def model_over(base: Path, case: Case, swap: Path, **options: Any) -> Any:
         model = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
     if case.experts:
         options_of = AdapterConfig(targets=("o_proj",), experts_full=case.experts)
-        model = attach_adapter(model, options_of, base=weight_source(base), seed=7)
+        model = attach_adapter(model, [(options_of, 7)], weight_source(base))
     else:
         torch.manual_seed(7)
         model = peft.get_peft_model(model, peft.LoraConfig(**LORA))

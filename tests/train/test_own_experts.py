@@ -189,7 +189,7 @@ def test_chosen_experts_train_as_the_same_experts_unfrozen_in_memory(
             model: Any = AutoModelForCausalLM.from_config(described, dtype=dtype)
         model.set_experts_implementation("eager")
         options = AdapterConfig(**LORA, experts_full=tuple(CHOSEN[architecture]))
-        model = attach_adapter(model, options, base=weight_source(base), seed=7)
+        model = attach_adapter(model, [(options, 7)], weight_source(base))
         simulated = SimulatedDevice(3) if device else None
         config = config_of(tmp_path, placement=placement)
         infinity.offload(model, config, weights=base, device=simulated)
@@ -477,5 +477,5 @@ def test_a_model_without_an_engine_shows_no_tiles(base_of: Any) -> None:
     with infinity.init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
     options = AdapterConfig(targets=(), experts_full=tuple(CHOSEN["kimi-k2"]))
-    attach_adapter(model, options, base=weight_source(base), seed=0)
+    attach_adapter(model, [(options, 0)], weight_source(base))
     assert not any(isinstance(module, TiledExperts) for module in model.modules())

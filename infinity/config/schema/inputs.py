@@ -243,6 +243,11 @@ class AdapterConfig(Section):
     )
     """Directory of its files."""
 
+    @property
+    def peft_name(self) -> str:
+        """The name that PEFT knows the adapter by."""
+        return self.name or "default"
+
     @model_validator(mode="after")
     def _experts_have_neither_dropout_nor_magnitudes(self) -> AdapterConfig:
         """Refuses what PEFT has no expert adapters for, and an adapter of nothing."""

@@ -74,18 +74,14 @@ def without_renaming_notice() -> Iterator[None]:
 
 
 def attach_adapter(
-    model: Any,
-    options: AdapterConfig,
-    *others: tuple[AdapterConfig, int],
-    base: WeightSource | None,
-    seed: int,
+    model: Any, adapters: Sequence[tuple[AdapterConfig, int]], base: WeightSource | None
 ) -> Any:
-    """Returns the model with the adapter of `[adapter]` around it; the base is frozen.
+    """Returns the model with one adapter or several around it; the base is frozen.
 
-    model: on meta, from `infinity.init_empty_weights`; the adapter has memory and values
-    others: further adapters with their seeds; each has the values that it would have alone
+    model: on meta, from `infinity.init_empty_weights`; the adapters have memory and values
+    adapters: each with the seed of its first values, which are those of `peft.get_peft_model` after
+        `torch.manual_seed`, whatever other adapters there are
     base: the base's weights, whose directory adapter_config.json names
-    seed: of the first values; they are those of `peft.get_peft_model` after `torch.manual_seed`
 
     Raises ConfigError, which names the module or tensor, for targets that the model lacks and for
     a saved adapter that is of another model, or of another base of the same model.
@@ -95,26 +91,23 @@ def attach_adapter(
             "adapter: expected model.path, the directory of the base's weights; got "
             "[model.config], whose random weights no other program could find again"
         )
-    identity, adapted, wanted = identify(base), model, [(options, seed), *others]
+    identity, adapted, (first, *others) = identify(base), model, [o for o, _ in adapters]
     heads = _new_heads(model, base)
-    experts = _experts_of(options, identity, is_single=not others)
-    chosen = give_own_weights(model, experts, base, options.resume) if experts else ()
+    experts = _experts_of(first, identity, is_single=not others)
+    chosen = give_own_weights(model, experts, base, first.resume) if experts else ()
     parts = {part for name, _ in model.named_parameters() for part in name.split(".")}
-    if taken := [option.name for option, _ in wanted if option.name in parts]:
+    if taken := [options.name for options, _ in adapters if options.name in parts]:
         raise ConfigError(
             f"adapter.name: {type(model).__name__} has a part called {taken[0]!r}; expected "
             "another name"
         )
     # Of the base alone, which has no modules of adapters.
-    configs = [_config(model, options, base, identity) for options, _ in wanted]
-    for (options, _), config in zip(wanted, configs, strict=True):
-        if options.resume is None and heads:
-            config.modules_to_save = list(heads)
-    for (options, seed), config in zip(wanted, configs, strict=True):
+    configs = [_config(model, options, base, identity, heads) for options, _ in adapters]
+    for (options, seed), config in zip(adapters, configs, strict=True):
         torch.manual_seed(seed)
         adapted = _wrapped(adapted, config, options)
         if options.resume is not None:
-            _load(adapted, options.resume, base, name_of(options))
+            _load(adapted, options.resume, base, options.peft_name)
     names = names_of_adapters(adapted) if others else ()
     for name, parameter in adapted.named_parameters():
         if adapter_of(name, names):  # PEFT trains one of several.
@@ -143,23 +136,26 @@ def _experts_of(options: AdapterConfig, identity: BaseIdentity, *, is_single: bo
     return before or names
 
 
-def name_of(options: AdapterConfig) -> str:
-    """Returns the name that PEFT knows the adapter by."""
-    return options.name or "default"
-
-
 def _config(
-    model: nn.Module, options: AdapterConfig, base: WeightSource, identity: BaseIdentity
+    model: nn.Module,
+    options: AdapterConfig,
+    base: WeightSource,
+    identity: BaseIdentity,
+    heads: list[str],
 ) -> Any:
-    config = _new_config(model, options) if options.resume is None else _saved_config(options)
-    if options.resume is not None and config.task_type not in (None, _task_of(model)):
-        raise ConfigError(
-            f"the saved adapter {options.resume} is for {config.task_type}, and a "
-            f"{type(model).__name__} is for {_task_of(model)}; begin a new one, or use it "
-            "as it was trained"
-        )
-    if options.resume is not None and not options.any_base:
-        check_base(options.resume, identity, config.base_model_name_or_path)
+    if options.resume is None:
+        config = _new_config(model, options)
+        config.modules_to_save = list(heads) or None
+    else:
+        config = _saved_config(options)
+        if config.task_type not in (None, _task_of(model)):
+            raise ConfigError(
+                f"the saved adapter {options.resume} is for {config.task_type}, and a "
+                f"{type(model).__name__} is for {_task_of(model)}; begin a new one, or use it "
+                "as it was trained"
+            )
+        if not options.any_base:
+            check_base(options.resume, identity, config.base_model_name_or_path)
     config.base_model_name_or_path = str(base.path)
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
@@ -194,7 +190,7 @@ def check_new_adapters(model: Any, adapters: Sequence[AdapterConfig]) -> None:
 def _wrapped(model: Any, config: Any, options: AdapterConfig) -> Any:
     import peft
 
-    name = name_of(options)
+    name = options.peft_name
     try:
         with without_renaming_notice():
             if isinstance(model, peft.PeftModel):

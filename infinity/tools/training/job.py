@@ -21,7 +21,7 @@ from infinity.errors import ConfigError
 from infinity.integrations.sampler import ServerSampler
 from infinity.modules.reading.configuration import model_for_text, positions_of
 from infinity.modules.tiling.layers import Tiled
-from infinity.tools.training.adapter import adapter_nbytes, name_of
+from infinity.tools.training.adapter import adapter_nbytes
 from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.ending import versions
@@ -128,7 +128,7 @@ def _prepare(
                 output.path,
                 plan_export(model, max_shard_nbytes=max_nbytes).nbytes
                 if config.adapter is None
-                else adapter_nbytes(model, name_of(config.adapter)),
+                else adapter_nbytes(model, config.adapter.peft_name),
             )
     data = open_data(
         config,

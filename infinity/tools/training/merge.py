@@ -100,7 +100,7 @@ def read_changes(
         tied.setdefault(id(parameter), []).append(name)
     planned = source.plan(model, strict=False)
     options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
-    adapted = attach_adapter(model, options, base=source, seed=0)
+    adapted = attach_adapter(model, [(options, 0)], source)
     layers = adapter_layers(adapted)
     for names in tied.values() if is_merged else ():
         if len(names) > 1:

@@ -163,9 +163,8 @@ def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig
     if config.train.activation_checkpointing:
         checkpoint_activations(model)
     if config.adapter is not None:
-        seed = config.model.seed
-        beside = [(c.adapter, c.model.seed) for c in others if c.adapter and c.model]
-        model = attach_adapter(model, config.adapter, *beside, base=plan.weights, seed=seed)
+        wanted = [(c.adapter, c.model.seed) for c in (config, *others) if c.adapter and c.model]
+        model = attach_adapter(model, wanted, plan.weights)
         refuse_tokens_of_head(model)
         if config.train.facts.has_reference and CHOSEN.get(model):
             raise ConfigError(

@@ -55,7 +55,7 @@ from infinity.errors import (
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
 from infinity.storage.shards import ShardFiles
-from infinity.tools.training.adapter import name_of, save_adapter, without_renaming_notice
+from infinity.tools.training.adapter import save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
 from infinity.tools.training.ending import Event, model_card, next_commands, notify
 from infinity.tools.training.job import Job, prepare
@@ -142,7 +142,7 @@ class Products:
         tokenizer = job.data.processor or (job.tokenizer and job.tokenizer.tokenizer)
         with self._summary.phase("export_s"):
             if self._config.adapter is not None:
-                name = name_of(self._config.adapter)
+                name = self._config.adapter.peft_name
                 save_adapter(self._job.model, directory, tokenizer=tokenizer, adapter=name)
             else:
                 export_safetensors(
@@ -605,7 +605,7 @@ def _train_all(
     if len(runs) == 1:
         go(runs[0])
         return
-    names = [name_of(adapter) for adapter in adapters if adapter]
+    names = [adapter.peft_name for adapter in adapters if adapter]
     loops = {name: partial(go, run) for name, run in zip(names, runs, strict=True)}
     runs[0].summary.others = {n: run.summary for n, run in list(zip(names, runs, strict=True))[1:]}
     infinity.together(runs[0].model, loops)

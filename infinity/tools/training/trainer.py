@@ -35,7 +35,6 @@ from infinity.modules.tiling.split import named_parameters_of
 from infinity.optimizers.algorithms import OPTIMIZERS
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.private.torch import tree_leaves
-from infinity.tools.training.adapter import name_of
 from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.divergence import give_head, taught
 from infinity.tools.training.job_data import JobData, check_amount
@@ -221,7 +220,7 @@ class RunTrainer(OffloadedTrainer):
 
     def begin_run(self, config: JobConfig, rank: JobRank) -> None:
         """Takes what the methods need; checks the amount of data."""
-        name = "default" if config.adapter is None else name_of(config.adapter)
+        name = "default" if config.adapter is None else config.adapter.peft_name
         self._make_optimizer = partial(make_optimizer, self.model, config.optimizer, name)
         self._rank = rank
         # The trainers of a process share it, and those of several adapters take turns.
