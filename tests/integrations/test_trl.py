@@ -30,6 +30,7 @@ import infinity
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.integrations.hf import prepare_trainer
 from infinity.modules.handles.handle import Handle
+from tests.support.offloading import small_tiers
 
 trl = pytest.importorskip("trl", reason="pip install trl")
 datasets = pytest.importorskip("datasets", reason="pip install datasets")
@@ -162,12 +163,11 @@ def grpo(model: Any, directory: Path, reference: Any) -> Any:
 
 
 def swap(directory: Path) -> dict[str, Any]:
-    nvme = [{"path": str(directory), "capacity": "64MiB"}]
-    return {"tiers": {"host": {"capacity": "16MiB", "huge_pages": False}, "nvme": nvme}}
+    return {"tiers": small_tiers(directory)}
 
 
 def in_memory() -> dict[str, Any]:
-    return {"tiers": {"host": {"capacity": "16MiB", "huge_pages": False}}}
+    return {"tiers": small_tiers(None)}
 
 
 def history(trainer: Any) -> list[dict[str, Any]]:

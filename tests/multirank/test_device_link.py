@@ -27,6 +27,7 @@ from infinity.streaming.updates.record import StepRecord
 from infinity.testing import SimulatedDevice
 from infinity.testing.simulated_device import UnorderedAccess
 from tests.support.exhaustive import sampled
+from tests.support.offloading import small_tiers
 
 from .models import WideBlocks, batch, loss_of
 from .processes import run_ranks
@@ -71,10 +72,7 @@ def offloaded(way: Way, directory: Path) -> Any:
     torch.manual_seed(0)
     config: Mapping[str, Any] = {
         "distributed": {"zero_stage": way.stage, "exchange": way.exchange},
-        "tiers": {
-            "host": {"capacity": "128MiB", "huge_pages": False},
-            "nvme": [{"path": str(directory), "capacity": "64MiB"}],
-        },
+        "tiers": small_tiers(directory, "128MiB"),
         "placement": STATES[way.state],
         "precision": {"compute": "auto"},
         "schedule": {"update_on": way.update_on},

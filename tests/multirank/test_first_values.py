@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 import infinity
 from infinity.distributed.store import DistributedStore
+from tests.support.offloading import small_tiers
 
 from .processes import run_ranks
 from .work import NVME, read_weights
@@ -23,10 +24,7 @@ SIDE = 160  # Above the size that `infinity.init_empty_weights` keeps real.
 
 def _config(swap: str, capacity: str = "48MiB") -> dict[str, Any]:
     return {
-        "tiers": {
-            "host": {"capacity": capacity, "huge_pages": False},
-            "nvme": [{"path": swap, "capacity": "64MiB"}],
-        },
+        "tiers": small_tiers(swap, capacity),
         "placement": NVME,
     }
 

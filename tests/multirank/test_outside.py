@@ -13,6 +13,7 @@ import infinity
 from infinity.errors import InfinityError
 from infinity.state.partition import STAGES
 from infinity.testing import SimulatedDevice
+from tests.support.offloading import small_tiers
 
 from .models import batch, loss_of
 from .processes import run_ranks
@@ -158,10 +159,7 @@ def test_moments_are_read_on_any_rank(tmp_path: Path) -> None:
 
 def _from_meta(rank: int, swap: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     config = {
-        "tiers": {
-            "host": {"capacity": "48MiB", "huge_pages": False},
-            "nvme": [{"path": swap, "capacity": "64MiB"}],
-        },
+        "tiers": small_tiers(swap, "48MiB"),
         "placement": NVME,
     }
     with infinity.init_empty_weights(config):

@@ -72,6 +72,14 @@ class Record:
     evaluation: Tensor | None = None
     tokens: Tensor | None = None
 
+    def by_name(self) -> Named:
+        seen: Named = {"evaluation": self.evaluation, "tokens": self.tokens}
+        for kind, values in (("loss", self.losses), ("clip norm", self.norms)):
+            seen |= {f"{kind} {step}": value for step, value in enumerate(values)}
+        for step, gradients in enumerate(self.gradients):
+            seen |= {f"gradient {step} of {name}": value for name, value in gradients.items()}
+        return seen | self.weights | {f"buffer {name}": b for name, b in self.buffers.items()}
+
 
 def to_device(batch: Any, device: torch.device | str) -> Any:
     """The batch with every tensor on `device`."""
@@ -145,27 +153,8 @@ def run(
 
 def assert_same_run(expected: Record, actual: Record) -> None:
     """Every loss, gradient, norm, weight, buffer and token of two runs is the same bits."""
-
-    def by_step(tensors: list[Tensor]) -> dict[str, Tensor | None]:
-        return {f"step {index}": tensor for index, tensor in enumerate(tensors)}
-
-    found: dict[str, list[str]] = {}
-    found["loss"] = differences(by_step(expected.losses), by_step(actual.losses))
-    assert len(expected.gradients) == len(actual.gradients)
-    for step, (wanted, came) in enumerate(zip(expected.gradients, actual.gradients, strict=True)):
-        found[f"gradients of step {step}"] = differences(wanted, came)
-    found["clip norm"] = differences(by_step(expected.norms), by_step(actual.norms))
-    found["weights"] = differences(expected.weights, actual.weights)
-    found["buffers"] = differences(expected.buffers, actual.buffers)
-    ends = ("evaluation", "tokens")
-    found["at the end"] = differences(
-        {name: getattr(expected, name) for name in ends},
-        {name: getattr(actual, name) for name in ends},
-    )
-    lines = [
-        f"{what} ({len(names)}): " + "; ".join(names[:3]) for what, names in found.items() if names
-    ]
-    assert not lines, "not the same bits\n  " + "\n  ".join(lines)
+    found = differences(expected.by_name(), actual.by_name())
+    assert not found, "not the same bits\n  " + "\n  ".join(found[:12])
 
 
 # --- the swap-tier file -----------------------------------------------------------------------

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import infinity
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.offloading import small_tiers
 from tests.support.quantized import tiny_causal_lm, write_decoded, write_quantized
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -129,10 +130,7 @@ def train(
 
 def config_of(directory: Path, **sections: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "tiers": {
-            "host": {"capacity": "24MiB", "huge_pages": False},
-            "nvme": [{"path": str(directory / "swap")}],
-        },
+        "tiers": small_tiers(directory / "swap", "24MiB"),
         "placement": {"gradients": "host"},
     }
     for name, values in sections.items():

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 import infinity
+from tests.support.offloading import small_tiers
 
 IDS = torch.arange(3, 19).reshape(2, 8)
 
@@ -48,10 +49,7 @@ def dots1() -> Any:
 
 def swap(directory: Path) -> dict[str, Any]:
     return {
-        "tiers": {
-            "nvme": [{"path": str(directory / "swap")}],
-            "host": {"capacity": "32MiB", "huge_pages": False},
-        },
+        "tiers": small_tiers(directory / "swap", "32MiB"),
         "precision": {"compute": "bfloat16"},
     }
 

@@ -18,12 +18,10 @@ from infinity.config.machine import norm_threads
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradients import tensors
 from infinity.streaming.gradients.store import GradientStore
-from infinity.streaming.gradients.tensors import THREAD_NAME
+from infinity.streaming.gradients.tensors import THREAD_NAME, CompleteSums, TensorGradient
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support import two_sides
 from tests.support.two_sides import Side, compare, config_of, make, offloaded, plain_run, same_bits
-
-from .norm_support import is_over, let_norms_finish, norms_of, tasks_of, told_by
 
 PATIENCE_S = 60.0
 SHORT_S = 0.05
@@ -56,6 +54,39 @@ def until(is_so: Callable[[], object], what: str) -> None:
     while not is_so():
         assert time.monotonic() < deadline_s, what
         time.sleep(1e-3)
+
+
+def norms_of(run: Side) -> CompleteSums:
+    return infinity.engine_of(run.model).gradients.norms
+
+
+def told_by(run: Side, names: list[str]) -> None:
+    """Appends the name of the thread that computes each norm."""
+    norms = norms_of(run)
+    measure = norms.measure
+
+    def told(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        names.append(threading.current_thread().name)
+        return measure(flat, spec)
+
+    norms.measure = told
+
+
+def tasks_of(run: Side) -> list[TensorGradient]:
+    """The sums whose norms have a task, which may be over."""
+    gradients = infinity.engine_of(run.model).gradients
+    return [known for known in gradients._tensors.values() if known.task is not None]
+
+
+def is_over(known: TensorGradient) -> bool:
+    return known.task is None or known.task._future.done()
+
+
+def let_norms_finish(run: Side) -> None:
+    engine = infinity.engine_of(run.model)
+    with engine._lock:
+        engine.gradients.finish_copies()
+    until(lambda: all(map(is_over, tasks_of(run))), "nobody computes the norms")
 
 
 class Held:

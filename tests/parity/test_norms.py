@@ -14,7 +14,7 @@ from infinity.state.units import TensorSpec
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.two_sides import Side, compare, loss_of, make, offloaded
 
-from .norm_support import let_norms_finish
+from .test_norm_tasks import let_norms_finish
 
 NUM_TENSORS = len(list(make().parameters()))
 CASES = [("host", False), ("nvme", False), ("host", True), ("nvme", True)]

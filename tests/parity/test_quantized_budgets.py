@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import infinity
 from infinity.sizes import KIB, align_up
 from tests.support.exhaustive import sampled
+from tests.support.offloading import small_tiers
 from tests.support.quantized import tiny_causal_lm, write_quantized
 
 LAYOUTS = {
@@ -32,10 +33,7 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def train_a_step(base: Path, capacity: int, tile: int | str) -> torch.Tensor:
     """Returns the trained adapter of one layer-major step."""
     table: dict[str, Any] = {
-        "tiers": {
-            "host": {"capacity": capacity, "huge_pages": False},
-            "nvme": [{"path": str(base.parent / "swap")}],
-        },
+        "tiers": small_tiers(base.parent / "swap", capacity),
         "placement": dict.fromkeys(("master", "moments", "gradients"), "host"),
         "precision": {"compute": "bfloat16"},
         "schedule": {"tile": tile},

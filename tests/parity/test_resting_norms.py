@@ -21,8 +21,16 @@ from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.exhaustive import covering, sampled
 from tests.support.two_sides import Side, compare, offloaded
 
-from .norm_support import let_norms_finish, tasks_of, told_by
-from .test_norm_tasks import NUM_TENSORS, NUM_THREADS, Held, steps, until
+from .test_norm_tasks import (
+    NUM_TENSORS,
+    NUM_THREADS,
+    Held,
+    let_norms_finish,
+    steps,
+    tasks_of,
+    told_by,
+    until,
+)
 
 STATE = dict.fromkeys(("parameters", "master", "moments"), "device")
 

@@ -15,7 +15,9 @@ import infinity
 KINDS = ("parameters", "master", "moments", "gradients")
 
 
-def small_tiers(swap: Path | None, host_nbytes: int | str = "16MiB", **host: Any) -> dict[str, Any]:
+def small_tiers(
+    swap: str | Path | None, host_nbytes: int | str = "16MiB", **host: Any
+) -> dict[str, Any]:
     """The section `tiers`: a little host memory, and a swap directory unless it is None."""
     tiers: dict[str, Any] = {"host": {"capacity": host_nbytes, "huge_pages": False} | host}
     if swap is not None:

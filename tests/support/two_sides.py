@@ -20,6 +20,7 @@ import infinity
 from infinity.errors import StorageError
 from infinity.streaming.updates.turns import UpdateTurns
 from infinity.streaming.updates.worker import LooseWork
+from tests.support.offloading import small_tiers
 
 WIDTH, VOCABULARY, BLOCKS = 64, 50, 6
 
@@ -237,10 +238,7 @@ def config_of(directory: Path, **changes: Any) -> dict[str, Any]:
     """All state on NVMe but gradients, unless `gradients` says so; updates in both passes."""
     placement = dict.fromkeys(("parameters", "master", "moments"), "nvme")
     config: dict[str, Any] = {
-        "tiers": {
-            "host": {"capacity": "16MiB", "huge_pages": False},
-            "nvme": [{"path": str(directory)}],
-        },
+        "tiers": small_tiers(directory),
         "placement": placement | {"gradients": changes.pop("gradients", "host")},
         "schedule": {"updates": "both_passes", "update_chunk": "64KiB"},
     }

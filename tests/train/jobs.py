@@ -13,6 +13,7 @@ from rich.console import Console
 from infinity.config import SwapConfig
 from infinity.tools.training import program
 from tests.support.forked import COMMAND, Script, wait_until
+from tests.support.offloading import small_tiers
 
 # What every job has; a test adds keys of [train] and whole sections behind it.
 CONFIG = """
@@ -54,10 +55,7 @@ def job_table(directory: Path, **sections: Any) -> dict[str, Any]:
     if not (directory / "text.txt").exists():
         (directory / "text.txt").write_text(TEXT)
     return {
-        "tiers": {
-            "host": {"capacity": "24MiB", "huge_pages": False},
-            "nvme": [{"path": str(directory / "swap")}],
-        },
+        "tiers": small_tiers(directory / "swap", "24MiB"),
         "model": {"config": dict(GPT2)},
         "data": {"paths": [str(directory / "text.txt")], "sequence_length": 32},
         "train": {"steps": 4, "batch_size": 2},
@@ -94,6 +92,7 @@ def write_job(directory: Path, config: str) -> Path:
 HELD = """
 import sys, time
 from infinity.tools.training.program import Run
+from tests.support.offloading import small_tiers
 limit, is_stopped = int(sys.argv.pop(1)), Run._is_stopped
 
 def hold(run, interrupt):

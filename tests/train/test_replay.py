@@ -35,6 +35,7 @@ from infinity.tools.training.trainer import RunTrainer
 from tests.support.commands import run_command
 from tests.support.damaged import edit_manifest
 from tests.support.exhaustive import sampled
+from tests.support.offloading import small_tiers
 from tests.support.quantized import read_headers, tiny_causal_lm, write_quantized
 
 LAST = 10
@@ -90,10 +91,7 @@ def _train(
     data = place / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = {
-        "tiers": {
-            "host": {"capacity": "32MiB", "huge_pages": False},
-            "nvme": [{"path": str(place / "swap")}],
-        },
+        "tiers": small_tiers(place / "swap", "32MiB"),
         "model": {"path": str(place / "base"), "seed": 5},
         "data": {"paths": [str(data)], "sequence_length": 32, "held_out": 0.1},
         "train": {
