@@ -7,6 +7,7 @@ overlap keep their order.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import resource
@@ -50,7 +51,6 @@ _IN_FLIGHT_NBYTES = (8 * MIB, 16 * MIB, 32 * MIB)
 _AUTO_DEPTH = (2, 256)  # 1 leaves the drive idle between two requests.
 
 _log = logging.getLogger(__name__)
-_warned_fallbacks: set[str] = set()
 
 
 def depth_range(queue_depth: int | Literal["auto"], block_nbytes: int) -> tuple[int, int, int]:
@@ -266,14 +266,12 @@ def _chosen(name: EngineName, ring_flags: RingFlags) -> EngineName:
     return cast(EngineName, chosen)
 
 
+@functools.cache  # Once for each cause.
 def _warn_of_fallback(cause: str) -> None:
     message = (
         f"storage engine: threads, because io_uring is not available: {cause} "
         "Bandwidth is normally the same, CPU use is 2-3 times higher. "
         "engine='threads' chooses this without the warning."
     )
-    if message in _warned_fallbacks:
-        return
-    _warned_fallbacks.add(message)
     _log.warning("%s", message)
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import logging
 import mmap
 import os
@@ -22,7 +23,6 @@ from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.volume_layout import SPARES_REMEDY, Extent, PathSpace
 
 _log = logging.getLogger(__name__)
-_warned_buffered: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +73,13 @@ def uses_direct_io(path: VolumePath, directory: SwapDirectory) -> bool:
     return False
 
 
+@functools.cache  # Once for each path.
 def _warn_of_buffering(path: str, refusal: str) -> None:
     message = (
         f"swap path {path!r} goes through the page cache, because direct I/O is not possible: "
         f"{refusal}. Expect 40-100 times the CPU use and less bandwidth; ext4 and XFS support it, "
         "direct='never' silences this"
     )
-    if path in _warned_buffered:
-        return
-    _warned_buffered.add(path)
     _log.warning("%s", message)
     warnings.warn(message, RuntimeWarning, stacklevel=5)
 
