@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from infinity.state.units import StateKind
 from tests.support.bits import differences
 
 from .processes import run_ranks
-from .work import LR, Case, counted_in_a_step, offload_case, one_step, read_weights, take_all
+from .work import LR, Case, counted_in_a_step, offload_case, one_step, train_through_changes
 
 ON_DRIVES = {"parameters": "nvme", "master": "nvme", "moments": "nvme", "gradients": "host"}
 ONE_SIDED = Case(3, ON_DRIVES, model="wide", compute="bfloat16", capacity="192MiB")
@@ -67,32 +67,12 @@ def test_a_step_reads_no_weights_of_a_shard_where_memory_keeps_them(case: Case) 
 
 
 def _changed_otherwise(rank: int, directory: str, keeps: bool) -> list[dict[str, Tensor]]:
-    """Weights after each of: training, weights that are set, an older checkpoint that is loaded,
-    memory that is taken within a pass."""
     _keep(keeps)
     swap = Path(directory, f"swap-{keeps}")
     model = offload_case(ONE_SIDED, swap, checkpoint={"keep": 1})  # A load restores its files.
     engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
-    found = []
-
-    def train(step: int) -> None:
-        one_step(model, optimizer, rank, ONE_SIDED, step)
-        found.append(read_weights(model))
-
-    train(0)
-    saved = infinity.checkpoint.save(Path(directory, f"saved-{keeps}"), model, optimizer)
-    for step in (1, 2):
-        train(step)
-    with infinity.gather(model.blocks, modify=True), torch.no_grad():
-        for parameter in model.blocks.parameters():
-            parameter.mul_(0.5)
-    train(3)
-    infinity.checkpoint.load(saved, model, optimizer)
-    train(4)
-    handle = model.blocks[1].register_forward_pre_hook(lambda *_: take_all(engine.pool))
-    for step in (5, 6):
-        train(step)
-    handle.remove()
+    train = partial(one_step, model, optimizer, rank, ONE_SIDED)
+    found = train_through_changes(model, optimizer, train, Path(directory, f"saved-{keeps}"))
     assert not keeps or engine.store.kept._copies
     infinity.close(model)
     return found

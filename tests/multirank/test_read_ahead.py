@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from tests.support.bits import differences
 
 from .early_run import RankUpdates
 from .processes import run_ranks
-from .work import LR, NVME, Case, offload_case, one_step, read_weights, take_all
+from .work import LR, NVME, Case, offload_case, one_step, read_weights, train_through_changes
 
 CASE = Case(3, NVME, model="wide", compute="bfloat16", capacity="192MiB", updates="both_passes")
 STATE = (StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
@@ -52,36 +51,14 @@ def _changed_in_between(rank: int, directory: str, updates: str) -> tuple[list[A
     case = replace(CASE, placement=NVME | {"gradients": "host"}, updates=updates)
     model = offload_case(case, Path(directory, f"swap-{updates}"), checkpoint={"keep": 1})
     engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
-    found, ahead = list[dict[str, Tensor]](), list[int]()
+    ahead = list[int]()
 
     def train(step: int) -> None:
         one_step(model, optimizer, rank, case, step)
         _all_early(engine)
         ahead.append(len(_read_ahead(engine)))
 
-    for step in range(3):
-        train(step)
-    saved = infinity.checkpoint.save(Path(directory, f"saved-{updates}"), model, optimizer)
-    for step in (3, 4):
-        train(step)
-    # Masters change, which were read ahead.
-    with infinity.gather(model.blocks, modify=True), torch.no_grad():
-        for parameter in model.blocks.parameters():
-            parameter.mul_(0.5)
-    for step in (5, 11):  # The first may take back what was begun before weights were written.
-        train(step)
-    found.append(read_weights(model))
-    infinity.checkpoint.load(saved, model, optimizer)  # Moments change, too.
-    for step in (6, 7):
-        train(step)
-    found.append(read_weights(model))
-    train(8)
-    take_all(engine.pool)
-    handle = model.blocks[1].register_forward_pre_hook(lambda *_: take_all(engine.pool))
-    for step in (9, 10):
-        train(step)
-    handle.remove()
-    found.append(read_weights(model))
+    found = train_through_changes(model, optimizer, train, Path(directory, f"saved-{updates}"))
     infinity.close(model)
     return found, ahead
 

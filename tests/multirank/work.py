@@ -8,7 +8,7 @@ compared bit by bit.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,6 +234,38 @@ def one_step(model: nn.Module, optimizer: Any, rank: int, case: Case, step: int)
     optimizer.step()
     optimizer.zero_grad()
     return [loss.item() for loss in losses]
+
+
+def train_through_changes(
+    model: Any, optimizer: Any, train: Callable[[int], object], saved: Path
+) -> list[dict[str, Tensor]]:
+    """Steps with what changes state otherwise in between. Returns the weights after a few with
+    weights that are set, with an older checkpoint that is loaded, and with memory that is taken,
+    within a pass, too."""
+    found = []
+    for step in range(3):
+        train(step)
+    path = infinity.checkpoint.save(saved, model, optimizer)
+    for step in (3, 4):
+        train(step)
+    with infinity.gather(model.blocks, modify=True), torch.no_grad():  # Masters change, too.
+        for parameter in model.blocks.parameters():
+            parameter.mul_(0.5)
+    for step in (5, 11):  # The first may take back what was begun before weights were written.
+        train(step)
+    found.append(read_weights(model))
+    infinity.checkpoint.load(path, model, optimizer)  # Moments change, too.
+    for step in (6, 7):
+        train(step)
+    found.append(read_weights(model))
+    train(8)
+    pool = infinity.engine_of(model).pool
+    take_all(pool)
+    handle = model.blocks[1].register_forward_pre_hook(lambda *_: take_all(pool))
+    for step in (9, 10):
+        train(step)
+    handle.remove()
+    return [*found, read_weights(model)]
 
 
 def read_weights(model: nn.Module) -> dict[str, Tensor]:
