@@ -22,10 +22,9 @@ from common import Results, arguments, move, say, spread
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
 from infinity.storage.native_engine import open_engine
-from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
+from infinity.storage.protocol import FileRange, Priority, Segment, StorageEngine, Ticket
 from infinity.tools.bench import fio
 from infinity.tools.bench.measure import IoSettings
-from infinity.tools.bench.scratch import SpaceShare
 
 _EXTENT_NBYTES = 16 * MIB
 _PENDING = 16
@@ -112,7 +111,7 @@ def write(engine: StorageEngine, file: int, arena: Arena, file_nbytes: int, nbyt
 
 
 def fio_gb_per_s(path: Path, file_nbytes: int, nbytes: int, settings: IoSettings) -> float:
-    words = fio.command([SpaceShare(str(path), 0, file_nbytes)], "write", settings)
+    words = fio.command([FileRange(str(path), 0, file_nbytes)], "write", settings)
     return fio.run([*words, f"--io_size={nbytes}"]).gb_per_s
 
 

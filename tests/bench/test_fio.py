@@ -9,10 +9,10 @@ import pytest
 
 from infinity.errors import UnsupportedError
 from infinity.sizes import MIB
+from infinity.storage.protocol import FileRange
 from infinity.tools.bench import fio
 from infinity.tools.bench.measure import Access, IoSettings, Lab
 from infinity.tools.bench.nvme import KINDS, open_drives
-from infinity.tools.bench.scratch import SpaceShare
 
 needs_fio = pytest.mark.skipif(not fio.is_installed(), reason="fio is not installed")
 SETTINGS = IoSettings(4 * MIB, 2)
@@ -38,14 +38,14 @@ def job(*, read: int = 0, write: int = 0, runtime_ms: int = 500, error: int = 0)
 @pytest.mark.parametrize(("access", "rw"), [("strided", "read:65536"), ("random", "randread")])
 def test_access_with_gaps_moves_half_of_the_range(access: Access, rw: str) -> None:
     settings = IoSettings(64 << 10, 8, access)
-    words = fio.command([SpaceShare("/a/f", 0, 16 * MIB)], "read", settings, nbytes=4 * MIB)
+    words = fio.command([FileRange("/a/f", 0, 16 * MIB)], "read", settings, nbytes=4 * MIB)
     assert f"--rw={rw}" in words
     assert words[-2:] == [f"--size={4 * MIB}", f"--io_size={2 * MIB}"]
     assert str(settings) == f"64 KiB x 8, {access}"
 
 
 def test_each_file_is_a_job_over_its_share() -> None:
-    shares = [SpaceShare("/a/f", 8 * MIB, 16 * MIB), SpaceShare("/b/f", 0, 16 * MIB)]
+    shares = [FileRange("/a/f", 8 * MIB, 16 * MIB), FileRange("/b/f", 0, 16 * MIB)]
     words = fio.command(shares, "write", SETTINGS)
     assert words[words.index("--name=path0") :] == [
         "--name=path0", "--filename=/a/f", f"--offset={8 * MIB}", f"--size={16 * MIB}",
@@ -57,7 +57,7 @@ def test_each_file_is_a_job_over_its_share() -> None:
 
 
 def test_a_read_cannot_write_and_a_file_is_never_made() -> None:
-    words = fio.command([SpaceShare("/a", 0, MIB)], "read", SETTINGS, nbytes=4096)
+    words = fio.command([FileRange("/a", 0, MIB)], "read", SETTINGS, nbytes=4096)
     assert "--readonly" in words and "--allow_file_create=0" in words and "--size=4096" in words
 
 
@@ -115,6 +115,6 @@ def test_fio_gets_huge_pages_where_the_arena_does(make_lab: Callable[..., Lab]) 
 
 @needs_fio
 def test_fio_that_fails_is_an_error_with_its_output() -> None:
-    broken = fio.command([SpaceShare("/proc/nothing/here", 0, MIB)], "read", SETTINGS)
+    broken = fio.command([FileRange("/proc/nothing/here", 0, MIB)], "read", SETTINGS)
     with pytest.raises(UnsupportedError, match="--no-fio"):
         fio.run(broken)

@@ -12,12 +12,12 @@ import pytest
 from infinity.errors import CapacityError, StorageError, SwapLockedError
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
+from infinity.storage.protocol import FileRange
 from infinity.storage.volume import Extent
 from infinity.tools.bench import pattern
 from infinity.tools.bench.measure import Lab
 from infinity.tools.bench.scratch import (
     DIRECTORY_NAME,
-    SpaceShare,
     bench_directory,
     shares_of,
 )
@@ -98,4 +98,4 @@ def test_a_missing_directory_is_named(arena: Arena, tmp_path: Path) -> None:
 
 def test_shares_are_one_range_per_file() -> None:
     extents = [Extent(0, 8, 4), Extent(1, 0, 4), Extent(0, 12, 4)]
-    assert shares_of(extents, ["a", "b"]) == [SpaceShare("a", 8, 8), SpaceShare("b", 0, 4)]
+    assert shares_of(extents, ["a", "b"]) == [FileRange("a", 8, 8), FileRange("b", 0, 4)]

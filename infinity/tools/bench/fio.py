@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import UnsupportedError
+from infinity.storage.protocol import FileRange
 from infinity.tools.bench.measure import IoSettings, Measurement
-from infinity.tools.bench.scratch import SpaceShare
 from infinity.tools.bench.transfer import QUANTILES, TransferKind
 
 _RW: dict[TransferKind, str] = {"read": "read", "write": "write", "mixed": "rw"}
@@ -37,7 +37,7 @@ def version() -> str | None:
 
 
 def command(
-    shares: Sequence[SpaceShare],
+    shares: Sequence[FileRange],
     kind: TransferKind,
     settings: IoSettings,
     *,

@@ -17,7 +17,7 @@ from infinity.errors import CapacityError
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
 from infinity.storage.native_engine import open_engine
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import FileRange, Priority
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.tools.bench import pattern
 
@@ -26,15 +26,6 @@ STILL_SEED = 0
 STRIPE_NBYTES = 4 * MIB
 
 RegionName = Literal["still", "busy"]
-
-
-@dataclass(frozen=True, slots=True)
-class SpaceShare:
-    """The part of a region that lies in one file: contiguous, because a region is laid out once."""
-
-    path: str
-    offset_nbytes: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +38,7 @@ class BenchDirectory:
     is_direct: tuple[bool, ...]
     regions: Mapping[RegionName, tuple[Extent, ...]]
 
-    def shares(self, region: RegionName) -> list[SpaceShare]:
+    def shares(self, region: RegionName) -> list[FileRange]:
         """The contiguous part of a region in every file."""
         return shares_of(self.regions[region], self.file_paths)
 
@@ -102,14 +93,14 @@ def reserve(volume: Volume, sizes_nbytes: Sequence[int]) -> list[tuple[Extent, .
         ) from error  # fmt: skip
 
 
-def shares_of(extents: Sequence[Extent], file_paths: Sequence[str]) -> list[SpaceShare]:
+def shares_of(extents: Sequence[Extent], file_paths: Sequence[str]) -> list[FileRange]:
     """The range that `extents` cover in each file, in the order of the files."""
     shares = []
     for index, path in enumerate(file_paths):
         own = [extent for extent in extents if extent.path_index == index]
         if own:
             start_nbytes = min(extent.offset_nbytes for extent in own)
-            shares.append(SpaceShare(path, start_nbytes, sum(extent.nbytes for extent in own)))
+            shares.append(FileRange(path, start_nbytes, sum(extent.nbytes for extent in own)))
     return shares
 
 
