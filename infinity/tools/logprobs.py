@@ -134,6 +134,7 @@ def check(
     layers: Sequence[int] = (),
     *,
     has_head: bool = False,
+    name_of: Callable[[int], str] = "sequence {}".format,
 ) -> None:
     """Raises ConfigError, which names the sequence, for what a model of this configuration of
     transformers cannot score. `has_head`: the sequence has scores, and not its tokens."""
@@ -148,17 +149,17 @@ def check(
         )
     for number, ids in enumerate(sequences):
         if has_head and not ids:
-            raise ConfigError(f"sequence {number} has no token; expected one or more")
+            raise ConfigError(f"{name_of(number)} has no token; expected one or more")
         if len(ids) < 2 and not has_head:
             raise ConfigError(
-                f"sequence {number} has {len(ids)} tokens; expected two or more, because a token "
+                f"{name_of(number)} has {len(ids)} tokens; expected two or more, because a token "
                 "is scored by those before it"
             )
         if not 0 <= min(ids) <= max(ids) < most:
-            raise ConfigError(f"sequence {number} has a token outside the vocabulary of {most}")
+            raise ConfigError(f"{name_of(number)} has a token outside the vocabulary of {most}")
         if positions is not None and len(ids) > positions:
             raise ConfigError(
-                f"sequence {number} has {len(ids)} tokens, and the model {positions} positions; "
+                f"{name_of(number)} has {len(ids)} tokens, and the model {positions} positions; "
                 "cut it"
             )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.checkpoint.run.directory import remove_own
+from infinity.checkpoint.run.directory import find_checkpoint, remove_own
 from infinity.checkpoint.run.format import DIGEST_NAME, MANIFEST_NAME, SCHEMA
 from infinity.checkpoint.run.load import read_program
 from infinity.errors import ConfigError, CorruptionError, InfinityError, UnsupportedError
@@ -184,6 +184,13 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_script(COMMAND, "inspect", *arguments)
+
+
+def test_the_output_of_a_run_stands_for_the_checkpoints_in_it(copy, tmp_path):
+    with pytest.raises(ConfigError, match="is no checkpoint and has none"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "infinity-run.json").touch()
+    assert find_checkpoint(tmp_path) == copy
 
 
 def test_inspect_command(copy):

@@ -71,9 +71,10 @@ def test_the_layouts_are_those_of_the_shipped_writer_of_tests(tmp_path) -> None:
         assert facts(tmp_path / f"{to}-out") == facts(tmp_path / layout)
 
 
-def test_a_quantised_source_is_decoded_first(tmp_path) -> None:
+def test_a_quantised_source_is_decoded_first(tmp_path, caplog) -> None:
     write_quantized(tiny_causal_lm("deepseek-v3"), tmp_path / "fp8", "fp8")
     quantise(tmp_path / "fp8", tmp_path / "int4", "int4")
+    assert f"{tmp_path / 'fp8'} is quantised: its weights are rounded a second" in caplog.text
     found = find_logical(tmp_path / "int4")
     assert {type(each.codec) for each in found.values()} == {AffineGroups, Plain}
     table = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
@@ -164,3 +165,5 @@ def test_the_command_prints_sizes(tmp_path) -> None:
     assert done.exit_code == 0, done.output
     summary = json.loads(done.stdout)
     assert summary["nbytes"] < summary["source_nbytes"] / 2
+    (tmp_path / "out").rename(tmp_path / "first")
+    assert CliRunner().invoke(app, arguments).stderr == "", "a bar is for a terminal"

@@ -278,7 +278,8 @@ def test_a_sheet_has_digests_and_versions_and_is_refused_when_it_is_damaged(
     table = json.loads(file.read_text())
     table["faults"][0]["log_probs"][0].pop()
     (tmp_path / "sheet.json").write_text(json.dumps(table))
-    for name, said in (("sheet.json", "not those of its prompts"), ("none.json", "no file")):
+    damaged = "not those of its prompts; expected the infinity_sheet.json"
+    for name, said in (("sheet.json", damaged), ("none.json", "no file")):
         done = run_command("verify-served", "http://127.0.0.1:1", "--sheet", tmp_path / name)
         assert done.exit_code == 2 and said in done.output
     done = run_command("verify-served", "http://127.0.0.1:1", "--sheet", file)

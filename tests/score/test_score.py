@@ -283,7 +283,8 @@ directory = "out"
     ("changes", "message"),
     [
         ({"top_k": 10**6}, "top_k: expected 0 to 259"),
-        ({"max_length": 3}, "record 3 has 4 tokens, more than 3"),
+        ({"max_length": 3}, r"data\.jsonl: record 3 has 4 tokens, more than 3"),
+        ({"data": (EXAMPLES / "make_model.py",)}, r"make_model\.py: record 1 has .* positions"),
         ({"max_length": 1, "data": (EXAMPLES / "make_model.py",)}, "in pieces of at least two"),
         ({"output": Path("out.csv")}, r"expected a \.jsonl or \.parquet file"),
     ],

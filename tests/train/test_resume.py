@@ -314,7 +314,8 @@ def test_swap_directory_is_inspected_and_removed_on_demand_only(job, processes):
         file.write(bytes(byte ^ 1 for byte in content))
     damaged = inspect(job / "swap", "--verify")
     assert damaged.returncode == 1 and state.name in damaged.stderr
-    assert inspect(job / "swap", "--remove-stale").returncode == 0
+    removed = json.loads(inspect(job / "swap", "--remove-stale", "--json").stdout)
+    assert removed["swap"] == str(job / "swap") and "commits" in removed["removed"]
     assert list((job / "swap").iterdir()) == []
     emptied = inspect(job / "swap")
     assert emptied.returncode == 0 and "empty" in emptied.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -98,6 +99,21 @@ def test_a_run_that_is_over_or_stands_still_is_called_so(tmp_path: Path) -> None
     assert "output.directory" in run_command("watch", tmp_path / "nothing").output
     code = "from infinity.tools.cli.watch import numbers_of; numbers_of([], 0.0)"
     assert imported_by(code, ("torch", "transformers")) == ([], "")
+
+
+def test_the_end_of_a_run_is_that_of_its_summary(tmp_path: Path) -> None:
+    """The last checkpoint comes after the last line; the summary of a run before says nothing."""
+    lines = [line(step, steps=20) for step in range(1, 21)]
+    summary = Summary(steps=20, num_parameters=1, resumed_at=20)
+    summary.checkpoint, summary.export_directory = "checkpoints/step-20", "out"
+    (tmp_path / "summary.json").write_text(json.dumps(summary.to_dict()))
+    file = tmp_path / "metrics.jsonl"
+    for ended_s, found in ((BEGUN_S - 1, None), (BEGUN_S + 61, "checkpoints/step-20")):
+        os.utime(tmp_path / "summary.json", (ended_s, ended_s))
+        assert numbers_of(lines, BEGUN_S, file)["checkpoint"] == found
+    numbers = numbers_of(lines, BEGUN_S, file)
+    assert numbers["export_directory"] == "out" and numbers["steps_done"] == 20
+    assert numbers_of(lines[:-1], BEGUN_S, file)["checkpoint"] is None
 
 
 def settings(tmp_path: Path, tokenizer: str = "tokens", **output: Any) -> SwapConfig:

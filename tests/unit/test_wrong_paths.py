@@ -22,6 +22,8 @@ _COMMANDS = {
     "new {tmp} --sweep rank=2,4 --lora 8": "expected --lora, or the ranks of --sweep; got both",
     "new {tmp} --sweep lr=1e-3,0.001": "--sweep 'lr=1e-3,0.001': expected each value once",
     "generate /nowhere ''": "TEXT: expected the beginning of a text",
+    "inspect swap.toml": "swap.toml is no directory",
+    "watch swap.toml": "swap.toml has no lines of metrics",
     "inspect /nowhere": "/nowhere is no directory",
     "export /nowhere out": "/nowhere is no checkpoint",
     "merge /nowhere {tmp} -o out": "/nowhere is no directory",

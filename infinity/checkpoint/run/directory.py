@@ -48,6 +48,7 @@ from infinity.checkpoint.run.format import (
     parse_manifest,
     parse_table,
 )
+from infinity.config.paths import RUN_NAMES
 from infinity.errors import (
     ConfigError,
     CorruptionError,
@@ -98,17 +99,24 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns `path` if it is a checkpoint, else the newest checkpoint in it.
+    """Returns `path` if it is a checkpoint, else the newest checkpoint in it, or in the output of a
+    run.
 
     Raises ConfigError if there is none, StorageError if the directory cannot be read.
     """
     with reporting("open", path):
         if _NAME.fullmatch(path.name) or os.path.lexists(path / MANIFEST_NAME):
             return path
-    found = list_checkpoints(path)
+    found = list_checkpoints(place_of_checkpoints(path))
     if not found:
         raise ConfigError(f"{path} is no checkpoint and has none; expected {MANIFEST_NAME} in it")
     return found[-1]
+
+
+def place_of_checkpoints(path: Path) -> Path:
+    """Returns the checkpoints in the output of a run, and another path as it is."""
+    inner = path / "checkpoints"
+    return inner if (path / RUN_NAMES[0]).is_file() and inner.is_dir() else path
 
 
 def read_manifest(path: Path) -> Manifest:

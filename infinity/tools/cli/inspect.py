@@ -36,21 +36,20 @@ def inspect(
     Without --verify, only manifests, names and lengths are checked. The exit code is 1 if something
     is damaged.
     """
-    from infinity.checkpoint.run.directory import list_checkpoints
+    from infinity.checkpoint.run.directory import list_checkpoints, place_of_checkpoints
     from infinity.checkpoint.run.inspection import inspect as examine
-    from infinity.config.paths import RUN_NAMES
 
-    inner = directory / "checkpoints"
-    if (directory / RUN_NAMES[0]).is_file() and inner.is_dir():
-        directory = inner  # The checkpoints in the output of a run.
+    directory = place_of_checkpoints(directory)
     swaps = swap_contents(directory)
-    commits = list(filter(list_checkpoints, commit_places(directory)))
+    places = filter(Path.is_dir, commit_places(directory))
+    commits = list(filter(list_checkpoints, places))
     is_swap = bool(swaps or commits)
     if remove:
         if not is_swap:
             raise ConfigError(f"{directory} is no swap directory, so nothing in it is removed")
         removed = remove_contents(directory, swaps)
-        typer.echo(f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}")
+        text = f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}"
+        reply({"swap": str(directory), "removed": removed}, text)
         return
     if not is_swap and directory.is_dir() and not any(directory.iterdir()):
         reply(

@@ -125,7 +125,8 @@ def progress_bar(
     if has_bytes:
         columns += (DownloadColumn(binary_units=True), TransferSpeedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=is_silent()) as bar:
+    is_off = is_silent() or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_off) as bar:
         yield partial(bar.update, bar.add_task(title, total=total))
 
 

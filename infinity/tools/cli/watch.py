@@ -1,4 +1,5 @@
-"""`infinity watch`: a run of `infinity train` on one screen, from its metrics.jsonl alone."""
+"""`infinity watch`: a run of `infinity train` on one screen, from its metrics.jsonl and, when it is
+over, its summary.json."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from infinity.errors import refusing
+from infinity.errors import ConfigError, refusing
 from infinity.tools.cli.options import arg, is_silent, opt, reply
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE_ROWS = 8
 _CURVE_MARGIN = 12  # Columns before the curve.
 _LATE = 10  # Steps' times without a new step: the run has ended, or stands still.
+_AT_THE_END = ("checkpoint", "export_directory", "interrupted_by", "stopped_early", "best_step",
+               "sample", "lost")  # fmt: skip
 _OTHER = {"drives": ("read_wait_s", "write_wait_s"), "link": ("copy_wait_s",),
           "other ranks": ("ranks_wait_s",), "update": ("update_s",)}  # fmt: skip
 
@@ -30,19 +33,21 @@ def watch(
 ) -> None:
     """Show a run: losses, time left, where the time goes, memory, drives, the last checkpoint.
 
-    Reads the file of metrics alone, so the run may be on another machine whose directory is
-    mounted here. On a terminal the screen follows the run until its last step or Ctrl-C; elsewhere
-    it is printed once.
+    Reads the files of metrics and of the summary alone, so the run may be on another machine whose
+    directory is mounted here. On a terminal the screen follows the run until its last step or
+    Ctrl-C; elsewhere it is printed once.
     """
     from infinity.config.paths import RUN_NAMES
-    from infinity.tools.training.metrics import MetricsReader
+    from infinity.tools.training.metrics import MetricsReader, is_metrics
 
     file = run / RUN_NAMES[2] if run.is_dir() else run
     reader = MetricsReader(file)
     remedy = "; expected the output.directory of a run of infinity train"
     with refusing(str(file), OSError, remedy=remedy):
         reader.read()
-    reply(numbers_of(reader.lines, time.time()))
+    if not reader.lines and not is_metrics(file):
+        raise ConfigError(f"{file} has no lines of metrics{remedy}")
+    reply(numbers_of(reader.lines, time.time(), file))
     if is_silent():
         return
     from rich.console import Console
@@ -78,10 +83,11 @@ def summary_of(lines: Sequence[Line]) -> Summary:
     return found
 
 
-def numbers_of(lines: Sequence[Line], now_s: float) -> dict[str, Any]:
+def numbers_of(lines: Sequence[Line], now_s: float, file: Path | None = None) -> dict[str, Any]:
     """Returns what the screen shows, for programs: the summary of the steps so far, the newest
     line, its age at `now_s` (seconds since 1970), the seconds left, and the bytes that all steps
-    together write."""
+    together write. Of a run that is over, the summary beside `file` says what came after its last
+    line."""
     if not lines:
         return {"steps_done": 0, "newest": None}
     summary, last = summary_of(lines), lines[-1]
@@ -97,7 +103,25 @@ def numbers_of(lines: Sequence[Line], now_s: float) -> dict[str, Any]:
         "age_s": max(now_s - last["ended_s"], 0.0) if "ended_s" in last else None,
         "nvme_write_nbytes_of_all_steps": round(written / done * steps),
         "checkpoint": last.get("checkpoint"),
+        **({} if file is None else _end_of(file, last)),
     }
+
+
+def _end_of(file: Path, last: Line) -> dict[str, Any]:
+    """Returns the end of a run from the summary beside its metrics; nothing while it runs, when
+    there is none or that of a run before."""
+    from infinity.bounded import MalformedError, field, integer, read_json, table_of
+    from infinity.config.paths import RUN_NAMES
+
+    place = file.with_name(RUN_NAMES[1])
+    try:
+        if place.stat().st_mtime < last.get("ended_s", math.inf):
+            return {}
+        said = table_of(read_json(place), "it")
+        done = sum(integer(field(said, key), key) for key in ("resumed_at", "steps_done"))
+    except (OSError, MalformedError):
+        return {}
+    return {key: said[key] for key in _AT_THE_END if done == last["step"] and key in said}
 
 
 def screen(lines: Sequence[Line], file: Path, width: int, now_s: float) -> Group:
@@ -107,7 +131,7 @@ def screen(lines: Sequence[Line], file: Path, width: int, now_s: float) -> Group
 
     if not lines:
         return Group(Text(f"{file}: no step is over yet", no_wrap=True))
-    numbers, last = numbers_of(lines, now_s), lines[-1]
+    numbers, last = numbers_of(lines, now_s, file), lines[-1]
     rows = [_heading(numbers, last), ""]
     rows += _curve("loss", [line["loss"] for line in lines], width)
     held_out = [loss["loss"] for loss in numbers["held_out_losses"]]

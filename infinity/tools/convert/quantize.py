@@ -10,6 +10,7 @@ the format cannot store; config.json lists the modules. The source may be quanti
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,8 @@ from infinity.tools.convert.rewrite import (
     as_numbers,
     unchanged,
 )
+
+_log = logging.getLogger(__name__)
 
 Format = Literal["fp8", "int4", "nf4"]
 
@@ -117,7 +120,7 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
     refuse_no_directory(directory)
     source, (codec_of, table_of) = weight_source(directory), FORMATS[to]
     plan = DirectoryPlan.of(source, without_quantisation(read_config(directory)))
-    kept, num_quantised = [], 0
+    kept, num_quantised, codecs = [], 0, set[type[Codec]]()
     for name in source.names():
         shard, module = source.file_of(name).name, name.removesuffix(".weight")
         dtype = _dtype_of_matrix(source, name)
@@ -127,12 +130,15 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
             make = _reader(source, name)
             plan.add(shard, name, as_codes(name, source.shape(name), codec, make))
             num_quantised += 1
+            codecs.add(type(source.encoded(name).codec))
             continue
         if codec is not None:
             kept.append(module)
         plan.add(shard, name, plain(source, name))
     if not num_quantised:
         raise ConfigError(f"{directory} has no matrix that {to} can store")
+    if codecs != {Plain}:
+        _log.warning("%s is quantised: its weights are rounded a second time", directory)
     plan.config["quantization_config"] = table_of(kept)
     return plan
 

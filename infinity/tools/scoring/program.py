@@ -248,7 +248,11 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     if names_scorer(hf_config):
         num_labels = hf_config.num_labels
     texts, has_head = [sequence.ids for sequence in sequences], num_labels is not None
-    check(hf_config, texts, request.top_k, request.layers, has_head=has_head)
+    files = ", ".join(map(str, request.data))
+    check(
+        hf_config, texts, request.top_k, request.layers, has_head=has_head,
+        name_of=lambda number: f"{files}: record {sequences[number].record + 1}",
+    )  # fmt: skip
     if num_labels is not None and (request.top_k or request.layers):
         raise ConfigError(
             f"{request.adapter or directory} scores sequences, not tokens; leave out --top-k and "

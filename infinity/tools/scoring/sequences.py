@@ -58,7 +58,8 @@ def read_sequences(
     for sequence in found:
         if max_length is not None and len(sequence.ids) > max_length:
             raise ConfigError(
-                f"record {sequence.record + 1} has {len(sequence.ids)} tokens, more than "
+                f"{', '.join(map(str, paths))}: record {sequence.record + 1} has "
+                f"{len(sequence.ids)} tokens, more than "
                 f"{max_length}; leave it out, or cut it"
             )
     return found

@@ -23,7 +23,7 @@ from infinity.api import close, gather, offload
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.durable import replace_file
 from infinity.checkpoint.huggingface.import_weights import WeightSource
-from infinity.errors import ConfigError, corrupt
+from infinity.errors import ConfigError
 from infinity.tools.logprobs import TokenScores, causal_of, check, score_sequence, together
 from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
 from infinity.tools.training.base_identity import identify, sha256_of
@@ -76,12 +76,12 @@ class Sheet:
 
     @classmethod
     def read(cls, path: Path) -> Sheet:
-        """Raises ConfigError if there is no such file, CorruptionError if it is no sheet."""
+        """Raises ConfigError if there is no such file, or if it is no sheet."""
+        expectation = (
+            f"expected the {SHEET_NAME} that `infinity export-adapter` writes beside an adapter"
+        )
         if not path.is_file():
-            raise ConfigError(
-                f"{path} is no file; expected the {SHEET_NAME} that `infinity export-adapter` "
-                "writes beside an adapter"
-            )
+            raise ConfigError(f"{path} is no file; {expectation}")
         try:
             table = table_of(read_json(path), "it")
             if table.pop("schema", None) != SCHEMA:
@@ -94,7 +94,8 @@ class Sheet:
                 if [len(row) for row in values] != expected[: len(values)] or not values:
                     raise MalformedError("its numbers are not those of its prompts")
         except (MalformedError, TypeError, KeyError) as error:
-            raise corrupt(str(path), f"it is no sheet of log-probabilities: {error}") from None
+            what = f"{path} is no sheet of log-probabilities: {error}"
+            raise ConfigError(f"{what}; {expectation}") from None
         return sheet
 
 

@@ -313,6 +313,7 @@ class RunCheckpoints:
         self._summary.resumed_at = loaded.step
         if loaded.path.parent not in self._config.commit_directories:
             self._saved_step = loaded.step
+            self._summary.checkpoint = str(loaded.path)
         elif loaded.path.parent == self._config.copying_directory and self._job.rank.count == 1:
             checkpoint, directory = self._config.checkpoint, self._config.checkpoint_directory
             if checkpoint is not None and engine.store.volume is not None:
