@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from infinity.checkpoint.huggingface.import_weights import weight_source
 from infinity.checkpoint.huggingface.weight_tensors import read_config
+from infinity.codecs import AffineGroups
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.tools.cli import app
-from infinity.tools.convert.rewrite import write_directory
+from infinity.tools.convert.rewrite import as_codes, write_directory
 from infinity.tools.training.base_identity import (
     IDENTITY_NAME,
     identify,
@@ -180,6 +181,12 @@ def test_a_layer_that_peft_never_merges_is_refused_before_anything_is_written(tm
     adapt(base, adapter, target_modules=["q_proj"], alora_invocation_tokens=[1, 2])
     with pytest.raises(UnsupportedError, match=r"q_proj.*ALoraLinearVariant cannot be merged"):
         plan_merge(base, adapter)
+
+
+def test_a_weight_in_long_groups_down_a_column_can_be_kept(tmp_path) -> None:
+    codec, weight = AffineGroups(100, "F16", 4, "HQQ_DOWN", True), torch.randn(100, 64)
+    planned = as_codes("w", (100, 64), codec, lambda: weight)
+    assert planned.make().keys() == {info.name for info in planned.infos}
 
 
 def test_an_adapter_of_another_base_is_refused_by_name(tmp_path) -> None:

@@ -20,6 +20,7 @@ def tensors() -> dict[str, torch.Tensor]:
     turned = torch.randn(3, 4).t()  # Not contiguous.
     return {
         "embedding.weight": embedding, "head.weight": embedding, "turned": turned,
+        "conjugated": torch.ones(2, dtype=torch.complex64).mul(1j).conj(),
         "half": torch.randn(7).bfloat16(), "count": torch.tensor(3),
     }  # fmt: skip
 
@@ -74,6 +75,18 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     base = directory(tmp_path / "base", shards=2)
     (base / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(ConfigError, match="pytorch_model-00002-of-00002"):
+        plan_pickled(base)
+
+
+def test_the_index_says_which_shard_has_a_tensor(tmp_path: Path) -> None:
+    base = directory(tmp_path / "base", shards=2)
+    first, second = (base / f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
+    torch.save({**torch.load(second), "turned": torch.zeros(1)}, second)
+    write_directory(plan_pickled(base), tmp_path / "out")
+    found = [load_file(file) for file in sorted((tmp_path / "out").glob("*.safetensors"))]
+    assert torch.equal(found[0]["turned"], tensors()["turned"]) and "turned" not in found[1]
+    torch.save({}, first)
+    with pytest.raises(CorruptionError, match=r"00001-of-00002.bin.*lacks 'embedding.weight'"):
         plan_pickled(base)
 
 

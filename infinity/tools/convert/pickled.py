@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,17 +18,26 @@ _SINGLE = "pytorch_model.bin"
 _INDEX = "pytorch_model.bin.index.json"
 
 
-def _files_of(directory: Path) -> list[Path]:
+def _shards_of(directory: Path) -> dict[str, Mapping[str, torch.Tensor]]:
+    """Returns the tensors of each file, those that its index places in it."""
     index = directory / _INDEX
     if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
+        return {_SINGLE: _tensors_of(directory / _SINGLE)}
     if not index.is_file():
         raise ConfigError(f"{directory} has neither {_SINGLE} nor {_INDEX}")
-    names = set(read_weight_map(index).values())
-    for name in names:
+    weight_map = read_weight_map(index)
+    files = sorted(set(weight_map.values()))
+    for name in files:
         if not (directory / name).is_file():
             raise ConfigError(f"{directory} has no {name}, which {_INDEX} names: copy it again")
-    return [directory / name for name in sorted(names)]
+    shards = {file: _tensors_of(directory / file) for file in files}
+    for name, file in weight_map.items():
+        if name not in shards[file]:
+            raise corrupt(str(directory / file), f"it lacks {name!r}, which {_INDEX} places in it")
+    return {
+        file: {name: value for name, value in own.items() if weight_map.get(name, file) == file}
+        for file, own in shards.items()
+    }
 
 
 def _tensors_of(file: Path) -> Mapping[str, torch.Tensor]:
@@ -49,15 +59,18 @@ def plan_pickled(directory: Path) -> DirectoryPlan:
     only tensors are unpickled.
 
     Raises ConfigError for a directory without pickled weights or with a missing shard,
-    CorruptionError for a shard that cannot be unpickled as tensors.
+    CorruptionError for a shard that cannot be unpickled as tensors, or lacks one of the index.
     """
-    shards = {file.name: _tensors_of(file) for file in _files_of(directory)}
+    shards = _shards_of(directory)
     nbytes = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors.values())
     plan = DirectoryPlan(directory, nbytes, read_config(directory))
     for file, tensors in shards.items():
         shard = file.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
         for name, tensor in tensors.items():
             info = TensorInfo(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-            make = lambda name=name, tensor=tensor: {name: tensor.contiguous()}  # noqa: E731
-            plan.add(shard, name, PlannedTensor((info,), make))
+            plan.add(shard, name, PlannedTensor((info,), partial(_plain, name, tensor)))
     return plan
+
+
+def _plain(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: tensor.resolve_conj().resolve_neg().contiguous()}

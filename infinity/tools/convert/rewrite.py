@@ -25,7 +25,7 @@ from infinity.checkpoint.huggingface.safetensors_file import (
     dtype_of,
 )
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, SINGLE_NAME
-from infinity.codecs import TableBlocks
+from infinity.codecs import AffineGroups, TableBlocks
 from infinity.codecs.detect import DECLARING_FILES
 from infinity.codecs.part import Codec, Shape
 from infinity.codecs.tables import STATE_SUFFIX
@@ -163,6 +163,8 @@ def _encoded(
 
 def _aside_infos(name: str, shape: Shape, codec: Codec) -> list[TensorInfo]:
     """Returns the further tensors of an encoding, as that of zeros has them."""
+    if isinstance(codec, AffineGroups) and codec.layout != "ROWS":
+        return []  # And groups down a column may be longer than the example.
     # A few zeros of as many dimensions. Blocks of a transposed codec lie in columns.
     rows = min(shape[-2], _EXAMPLE_ROWS) if len(shape) > 1 else 1
     zeros = torch.zeros([*[1] * (len(shape) - 2), rows, shape[-1]][-len(shape) :])
