@@ -235,6 +235,13 @@ class AffineGroups(FusedCodec):
         numbers = numbers.add_(zeros.float()[..., None]).round_()  # Integers stay as they are.
         codes = numbers.clamp_(0, (1 << self.bits) - 1).to(torch.uint8)
         del numbers
+        ends = torch.stack([codes.amin(dim=-1), codes.amax(dim=-1)])
+        values = (ends - zeros.float()) * exact[..., 0] + minima.float()
+        if not torch.isfinite(values.to(scales.dtype)).all():
+            raise ConfigError(
+                f"{self.format} cannot encode values up to {float(wide.abs().amax()):.3g} with "
+                f"scales of {self.scale}"
+            )
         codes = codes.flatten(1)[:, :columns]
         if order is not None:
             codes = codes[:, order.argsort()]
@@ -261,6 +268,8 @@ class AffineGroups(FusedCodec):
         that are no floats are fp32."""
         names, dtype = _LAYOUTS[self.layout], FLOAT_DTYPES[self.scale]
         most, tiny = (1 << self.bits) - 1, torch.finfo(dtype).tiny
+        if dtype is torch.float16:  # Weights are as small as that; a device keeps these.
+            tiny *= torch.finfo(dtype).eps
         if not (self.has_zeros or names.minima):
             largest = groups.abs().amax(dim=-1)
             exact = torch.where(largest == 0, 1.0, largest / (most / 2)) / names.times

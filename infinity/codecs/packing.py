@@ -45,6 +45,8 @@ def unpacked(
     stored: torch.Tensor, packing: str, bits: int, rows: int, columns: int
 ) -> torch.Tensor:
     """Returns the numbers of flat uint8 bytes: uint8, (rows, columns)."""
+    if not rows * columns:
+        return stored.new_empty(rows, columns)
     if packing == "BYTES":
         return (stored ^ _SIGN).view(rows, columns)
     if packing == "PLANES":

@@ -76,14 +76,16 @@ def without_record(
 def _field(blocks: torch.Tensor, field: Field, numel: int) -> torch.Tensor:
     """Returns the codes of a field as uint8, blocks x `numel`."""
     at, bits, run = field
-    stored = blocks[:, at : at + numel * bits // _ALL_BITS].reshape(blocks.shape[0], -1, 1, run)
+    content = blocks[:, at : at + numel * bits // _ALL_BITS]
+    stored = content.view(blocks.shape[0], numel * bits // _ALL_BITS // run, 1, run)
     shifts = torch.arange(0, _ALL_BITS, bits, dtype=torch.uint8, device=blocks.device)
-    return ((stored >> shifts.view(1, 1, -1, 1)) & ((1 << bits) - 1)).reshape(blocks.shape[0], -1)
+    return ((stored >> shifts.view(1, 1, -1, 1)) & ((1 << bits) - 1)).flatten(1)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Returns the fp16 at a byte of each block as fp32, blocks x 1."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+    halves = blocks[:, at : at + 2].clone(memory_format=torch.contiguous_format)  # Aligned.
+    return halves.view(torch.float16).float()
 
 
 # -- Small factors of groups. `stored`: bytes from the first of them on as int32, a row per block.

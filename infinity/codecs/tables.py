@@ -12,6 +12,7 @@ from typing_extensions import override
 from infinity.codecs.on_device import FusedCodec
 from infinity.codecs.part import Encoding, Shape, StoredPart, check_encode, flat_bytes
 from infinity.codecs.rounding import FLOAT_DTYPES
+from infinity.errors import ConfigError
 from infinity.fused.decode import CodeLayout
 
 STATE_SUFFIX = ".quant_state.bitsandbytes__"  # And the kind.
@@ -34,6 +35,9 @@ _FP4_MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 _FP4_VALUES = (*_FP4_MAGNITUDES, *(-magnitude for magnitude in _FP4_MAGNITUDES))
 # What `encode` writes; `decode` takes the table that is stored.
 _TABLES = {"nf4": NF4_VALUES, "fp4": tuple(value / 12 for value in _FP4_VALUES)}
+
+
+_MARGIN = 1.01  # More than the rounding of nested scales adds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,11 @@ class TableBlocks(FusedCodec):
         wide, shape = check_encode(self, weight), tuple(weight.shape)
         flat, numel = wide.reshape(-1), weight.numel()
         largest, scaled = _normalised(flat, self.block)
+        if (largest * _MARGIN > torch.finfo(self.dtype).max).any():
+            raise ConfigError(
+                f"{self.format} of {self.stored} cannot encode values up to "
+                f"{float(largest.max()):.3g}"
+            )
         table = torch.tensor(_TABLES[self.kind])
         ascending, order = table.sort(stable=True)
         codes = order.to(torch.uint8)[_nearest(scaled, ascending).int()][:numel]

@@ -96,6 +96,21 @@ def test_weights_that_are_not_finite_are_not_encoded(codec: Codec, shape: tuple[
 
 
 @pytest.mark.parametrize(
+    "codec",
+    [AffineGroups(scale="F16"), AffineGroups(scale="F16", layout="MLX"),
+     AffineGroups(scale="F16", layout="HQQ", has_zeros=True), TableBlocks(stored="F16")],
+    ids=str,
+)  # fmt: skip
+def test_scales_of_half_keep_small_weights_and_refuse_large_ones(codec: Codec) -> None:
+    small = weight_of((8, 64)) * 1e-4
+    encoding = codec.encode(small)
+    out = decoded(encoding.codec, encoding.parts, (8, 64), torch.float32)
+    assert (out - small).norm() < 0.3 * small.norm()
+    with pytest.raises(ConfigError, match="cannot encode values up to"):
+        codec.encode(torch.full((8, 64), -6.6e4))
+
+
+@pytest.mark.parametrize(
     ("codec", "shape"),
     [(AffineGroups(), (4, 40)), (AffineGroups(has_zeros=True), (2, 8, 32)),
      (AffineGroups(32, layout="GPTQ", has_zeros=True), (8, 36)),
