@@ -281,6 +281,7 @@ def test_a_saved_adapter_that_does_not_fit_is_refused_by_name(tmp_path, table) -
         assert not (tmp_path / "second").exists() and not list((tmp_path / "swap").iterdir())
 
     refused("adapter.rank is 8, and 4 in", rank=8)
+    refused(r"adapter.targets is \('q_proj',\), and {.*} in", targets=["q_proj"])
     name = next(iter(own))
     wrong = own | {name: torch.zeros(4, 7)}
     save_file(wrong, file)

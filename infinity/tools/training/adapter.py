@@ -147,7 +147,7 @@ def _config(
         config = _new_config(model, options)
         config.modules_to_save = list(heads) or None
     else:
-        config = _saved_config(options)
+        config = _saved_config(model, options)
         if config.task_type not in (None, _task_of(model)):
             raise ConfigError(
                 f"the saved adapter {options.resume} is for {config.task_type}, and a "
@@ -421,7 +421,7 @@ def _refuse_absent_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
             )
 
 
-def _saved_config(options: AdapterConfig) -> Any:
+def _saved_config(model: nn.Module, options: AdapterConfig) -> Any:
     """Returns the configuration of the adapter to go on from. Raises ConfigError if it cannot be
     read, is no LoRA, or contradicts a key of the file."""
     import peft
@@ -438,7 +438,7 @@ def _saved_config(options: AdapterConfig) -> Any:
         )
     _refuse_more_than_factors(path, config)
     config.inference_mode = False
-    _refuse_contradictions(path, config, options)
+    _refuse_contradictions(model, path, config, options)
     return config
 
 
@@ -459,8 +459,13 @@ def _refuse_more_than_factors(path: Path, config: Any) -> None:
             )
 
 
-def _refuse_contradictions(path: Path, config: Any, options: AdapterConfig) -> None:
+def _refuse_contradictions(
+    model: nn.Module, path: Path, config: Any, options: AdapterConfig
+) -> None:
     saved = {
+        "targets": options.targets
+        if "targets" not in options.set_keys or _has_targets(model, config, options)
+        else config.target_modules,
         "method": "dora" if config.use_dora else "lora",
         "rank": config.r,
         "alpha": float(config.lora_alpha),
@@ -475,6 +480,25 @@ def _refuse_contradictions(path: Path, config: Any, options: AdapterConfig) -> N
     ]
     if wrong:
         raise ConfigError("; ".join(wrong) + ": leave out the key, or begin without adapter.resume")
+
+
+def _has_targets(model: nn.Module, config: Any, options: AdapterConfig) -> bool:
+    """Whether the targets of the file mean the linear layers that a saved adapter has."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    wanted, names = _new_config(model, options), [*_linear_names(model)]
+    if wanted.target_modules == ALL_LINEAR:  # Which says nothing about heads.
+        names = [name for name in names if any(map(str.isdigit, name.split(".")))]
+        wanted.target_modules = names
+    if not isinstance(wanted.target_modules, str):
+        wanted.target_modules = {
+            target for target in wanted.target_modules if not _means_experts(model, target)
+        }
+
+    def has(config: Any, name: str) -> bool:
+        return bool(config.target_modules and check_target_module_exists(config, name))
+
+    return all(has(wanted, name) == has(config, name) for name in names)
 
 
 def _load(adapted: Any, path: Path, base: WeightSource, adapter: str) -> None:
