@@ -3,6 +3,7 @@ update."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ import pytest
 import torch
 
 import infinity
+from infinity.observe import Counters
+from infinity.ops.rules import AdamWSettings
+from infinity.ops.span import StateSpan
+from infinity.storage.arena import Arena
+from infinity.streaming.updates import device_update
 from infinity.testing.simulated_device import SimulatedDevice
+from infinity.tiers.host import HostPool
 from tests.support.models import Mlp
 from tests.support.offloading import offloaded, swap_config
 
@@ -109,3 +116,31 @@ def test_a_read_of_state_on_the_device_comes_after_the_write_of_its_last_update(
     # The forward updates a unit, and its state is read ahead for the backward: on another stream.
     found, *_ = train(swap_directory, torch.float32, tiers, "host", "auto", delay_s=0.03)
     assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_copy_of_host_memory_is_under_way_after_an_update_on_the_device(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, step=1)
+    monkeypatch.setattr(device_update, "SLICE_NUMEL", 512)
+
+    def run_out(*unused: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    if fails:
+        monkeypatch.setattr(device_update, "update_span_", run_out)
+    device, counters = SimulatedDevice(1, delay_s=0.01), Counters()
+    with Arena(1 << 20, huge_pages=False) as arena:
+        host = HostPool(arena, counters)
+        device.open(host, counters)
+        block = host.allocate(4096, "gradients")
+        assert block is not None
+        gradient = host.tensor(block).view(torch.float32).fill_(1.0)
+        weight, *moments = (torch.zeros(1024) for _ in range(3))
+        with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
+            span = StateSpan(weight, gradient, tuple(moments), None)
+            device_update.update_on_device(device, [span], settings, 1.0)
+        assert fails or bool((weight != 0).all())
+        host.free(block)  # The simulated device refuses it under a copy.
+        device.close()

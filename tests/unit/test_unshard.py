@@ -174,7 +174,7 @@ def test_a_refused_proposal_gives_back_the_memory_of_the_region() -> None:
         region, local = device.reserve(4096), torch.empty(2048, dtype=torch.uint8)
         for _ in range(2):  # A retry takes the memory again.
             with pytest.raises(RankError, match="rank 1 is gone"):
-                unshard.begin(0, region, local, None, None)
+                unshard.begin(0, region, local, lambda: FINISHED, None)
             assert not region.is_attached
         device.close()
 

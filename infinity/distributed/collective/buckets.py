@@ -24,7 +24,7 @@ from infinity.observe import Counters
 from infinity.state.partition import Partition
 from infinity.state.units import TensorSpec, Unit
 from infinity.tiers.device import Copy
-from infinity.tiers.stream_runtime import Stream
+from infinity.tiers.stream_runtime import Event, Stream
 
 SUMMING = 1  # The kind of these proposals; see order.Key.
 
@@ -59,6 +59,7 @@ class GradientBucket:
     summed: Copy | None = None  # Once issued.
     mean: torch.Tensor | None = None
     present: torch.Tensor | None = None  # By rank; None: every rank takes part.
+    ready: Sequence[Event] = ()  # Behind the work that makes the gradients.
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +148,7 @@ class GradientBuckets:
         first = bucket.contributions[0].flat
         local_numel = sum(tensor.numel() for tensor in by_rank[self._rank])
         mean = torch.empty(local_numel, dtype=torch.float32, device=first.device)
-        ready = self._exchange.ready(bucket.stream)
+        bucket.ready = ready = self._exchange.ready(bucket.stream)
         others_nbytes = bucket.nbytes - local_numel * first.element_size()
 
         present = self._exchange.host_flags() if self._collectives.is_in_lockstep else None
@@ -179,6 +180,8 @@ class GradientBuckets:
             bucket = self._proposed.popleft()
             assert bucket.proposal is not None and bucket.mean is not None
             if not self._collectives.settle(bucket.proposal):
+                for event in bucket.ready:  # They are copied from, perhaps on another stream.
+                    self._exchange.current().wait_event(event)
                 yield Answered(bucket, None)
                 continue
             assert bucket.summed is not None

@@ -30,6 +30,7 @@ import torch
 from infinity.distributed.collective.process_groups import GroupOperations
 from infinity.ops.mean import write_mean
 from infinity.sizes import MIB, align_up
+from infinity.state.store import Transfer
 from infinity.tiers.device import Decoding, Region, ResizedRegion
 from infinity.tiers.stream_runtime import Event, Stream, event_behind
 from infinity.tiers.streams import StreamCopy, StreamDevice
@@ -241,6 +242,13 @@ class DeviceExchange:
             if region is None:
                 return copies
             return self._device.decode(region, staging, decoding, self._link), copies[1]
+
+    def follow(self, transfer: Transfer) -> None:
+        """Orders later exchanges behind a copy of the device, or waits for another transfer."""
+        if isinstance(transfer, StreamCopy):
+            transfer.order_stream(self._link)
+        else:
+            transfer.wait()
 
     def gather_in_place(
         self,

@@ -127,7 +127,7 @@ class DeviceUnshard(WeightProvider):
         unit: int,
         region: Region | None,
         local: torch.Tensor,
-        reading: Transfer | None,
+        last_write: Callable[[], Transfer],
         decoding: Decoding | None,
     ) -> Arrival:
         ranges = self._ranges(unit)
@@ -137,8 +137,7 @@ class DeviceUnshard(WeightProvider):
 
         def issue() -> tuple[Copy, Copy]:
             self._store.pending.await_update(self.shard_of(unit))
-            if reading is not None:
-                reading.wait()
+            self._exchange.follow(last_write())
             self._count(unit)
             return self._exchange.gather(region, local, ranges, decoding, is_of_node=is_of_node)
 

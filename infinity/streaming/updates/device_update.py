@@ -42,27 +42,33 @@ def update_on_device(
     device: DeviceAdapter, spans: Sequence[StateSpan], settings: Settings, grad_scale: float
 ) -> None:
     """One step of every span. Arrays are in the host's arena, or on the device. What is on the host
-    is done when it returns, the rest in the order of the current stream."""
+    is read and written when it returns or raises, the rest in the order of the current stream."""
     slices = [part for span in spans for part in _slices(device, span, settings)]
     copying: deque[list[Copy]] = deque()
-    returned: list[Copy] = []
-    following = _copy_in(device, slices[0]) if slices else None
-    for index, on_host in enumerate(slices):
-        assert following is not None
-        on_device, copies = following
-        following = _copy_in(device, slices[index + 1]) if index + 1 < len(slices) else None
-        for copy in copies:
-            copy.order()
-        update_span_(on_device, settings, grad_scale)
-        changed = _changed(on_device, on_host.written)
-        copies = [device.copy(new, old) for new, old in changed if new is not old]
-        returned += copies
-        copying.append(copies)
-        if len(copying) > 1:
-            for copy in copying.popleft():
-                copy.order()  # Their memory on the device may be used again.
-    for copy in returned:
-        copy.wait()
+    issued: list[Copy] = []
+
+    def copy_to(source: torch.Tensor, target: torch.Tensor) -> Copy:
+        issued.append(device.copy(source, target))
+        return issued[-1]
+
+    try:
+        following = _copy_in(device, slices[0], copy_to) if slices else None
+        for index, on_host in enumerate(slices):
+            assert following is not None
+            on_device, copies = following
+            is_last = index + 1 == len(slices)
+            following = None if is_last else _copy_in(device, slices[index + 1], copy_to)
+            for copy in copies:
+                copy.order()
+            update_span_(on_device, settings, grad_scale)
+            changed = _changed(on_device, on_host.written)
+            copying.append([copy_to(new, old) for new, old in changed if new is not old])
+            if len(copying) > 1:
+                for copy in copying.popleft():
+                    copy.order()  # Their memory on the device may be used again.
+    finally:  # Others get the memory on the host: gradients may be all of it.
+        for copy in issued:
+            copy.wait()
 
 
 def update_on_host(
@@ -112,14 +118,16 @@ def _states(span: StateSpan) -> list[torch.Tensor]:
     return [state for state in span.states if isinstance(state, torch.Tensor)]
 
 
-def _copy_in(device: DeviceAdapter, span: StateSpan) -> tuple[StateSpan, list[Copy]]:
+def _copy_in(
+    device: DeviceAdapter, span: StateSpan, copy_to: Callable[[torch.Tensor, torch.Tensor], Copy]
+) -> tuple[StateSpan, list[Copy]]:
     copies: list[Copy] = []
 
     def copy_in(array: torch.Tensor) -> torch.Tensor:
         if not device.is_on_host(array):
             return array
         target = torch.empty_like(array, device=device.torch_device)
-        copies.append(device.copy(array, target))
+        copies.append(copy_to(array, target))
         return target
 
     return _each(replace(span, into=None), copy_in), copies

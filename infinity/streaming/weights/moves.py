@@ -23,7 +23,7 @@ import contextlib
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.store import DeviceLocation, HostLocation, StateStore
+from infinity.state.store import DeviceLocation, HostLocation, StateStore, Transfer
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.weights.access_order import AccessOrder
@@ -365,7 +365,12 @@ class WeightMoves:
         decoding = None if unit.stored is None else self.decoding.on_device(weights)
         block = feeder.block
         local = feeder.region.content if block is None else self.pool.tensor(block)
-        weights.arrival = self.source.begin(unit.index, region, local, feeder.reading, decoding)
+        reading = feeder.reading or FINISHED
+
+        def last_write() -> Transfer:  # The pending update of a shard on the device comes before.
+            return feeder.copying if block is None else reading
+
+        weights.arrival = self.source.begin(unit.index, region, local, last_write, decoding)
         if decoding is not None and region is not None:
             self.decoding.begin_pass(weights, decoding.memory)
         weights.feeder, feeder.fills = feeder, weights

@@ -90,13 +90,13 @@ class WeightProvider:
         unit: int,
         region: Region | None,
         local: torch.Tensor,
-        reading: Transfer | None,
+        last_write: Callable[[], Transfer],
         decoding: Decoding | None,
     ) -> Arrival:
         """Gives the region its memory, and begins to fill it. `local`: the feeder's bytes, which
-        are being read until `reading` is over. `decoding`: of the unit's stored bytes, if it has
-        any. Without a region, they go to its memory (`DeviceAdapter.stage`), which nobody else
-        uses."""
+        are complete when the transfer of `last_write` is over. `decoding`: of the unit's stored
+        bytes, if it has any. Without a region, they go to its memory (`DeviceAdapter.stage`), which
+        nobody else uses."""
         raise NotImplementedError
 
 
