@@ -17,12 +17,14 @@ from torch import Tensor
 from typing_extensions import override
 
 import infinity
+from infinity.distributed.collective.exchange import DeviceExchange
 from infinity.distributed.step import DistributedUpdater
 from infinity.errors import InfinityError, RankError
 from infinity.sizes import PAGE_NBYTES
 from infinity.state.partition import Partition
 from infinity.state.store import Transfer
 from infinity.state.units import StateKind
+from infinity.streaming.updates import chunk_update
 from infinity.streaming.updates.record import StepRecord
 from infinity.testing import SimulatedDevice
 from infinity.testing.simulated_device import UnorderedAccess
@@ -254,3 +256,43 @@ def test_a_rank_that_is_lost_in_the_exchange_leaves_no_part_of_its_weights() -> 
     (message, kept), (remote, _) = run_ranks(2, _lose_in_exchange, Way(1))
     assert "is gone, in a test" in message and "rank 0" in remote
     assert kept == [True] * 5
+
+
+def _gathers_after_updates(rank: int, way: Way) -> list[bool]:
+    """Whether each gather of a shard follows, on its stream, the update that wrote the shard."""
+    written: dict[int, int] = {}  # By the address of a weight: the moment of its update.
+    followed: list[bool] = []
+    update, gather = chunk_update.update_on_device, DeviceExchange.gather
+
+    def noted_update(device: Any, spans: Any, *rest: Any) -> None:
+        update(device, spans, *rest)
+        stream = device.streams.current()
+        stream.submit(lambda: None)  # The kernel: here the arithmetic is over at once.
+        written.update((span.weight.data_ptr(), stream.seen["compute"]) for span in spans)
+
+    def checked_gather(self: Any, region: Any, local: Tensor, *rest: Any, **options: Any) -> Any:
+        own = range(local.data_ptr(), local.data_ptr() + local.nbytes)
+        moments = [moment for address, moment in written.items() if address in own]
+        if moments:
+            followed.append(self._link.seen.get("compute", 0) >= max(moments))
+        return gather(self, region, local, *rest, **options)
+
+    model = offloaded(way, Path(tempfile.gettempdir(), "swap"))
+    optimizer = infinity.AdamW(model, lr=LR)
+    with (
+        mock.patch.object(chunk_update, "update_on_device", noted_update),
+        mock.patch.object(DeviceExchange, "gather", checked_gather),
+        closing(infinity.engine_of(model)),
+    ):
+        for step in range(2):
+            loss_of(model, batch(10 * step + rank, WideBlocks.width).to(way.dtype)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return followed
+
+
+def test_a_gather_of_a_shard_on_a_device_follows_its_update_there() -> None:
+    for followed in run_ranks(
+        2, _gathers_after_updates, Way(3, "collective", "device", "device", torch.bfloat16)
+    ):
+        assert followed and all(followed)
