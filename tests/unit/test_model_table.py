@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModel
 
 from infinity.config import Model
 from infinity.config.extras import TRIED, require_release, require_transformers
 from infinity.errors import ConfigError
-from infinity.modules.reading.configuration import positions_of
+from infinity.modules.reading.configuration import BEHIND_PADDING, positions_of
 from infinity.tools.training.model import plan_model
 
 MOE = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4}
@@ -51,6 +53,19 @@ def test_positions_are_those_that_the_rotary_embedding_stretches_to(
     assert positions_of(plan_model(found).hf_config) == positions
     for kind in ("mamba", "xlnet"):
         assert positions_of(plan_model(Model(config={"model_type": kind})).hf_config) is None
+
+
+@pytest.mark.parametrize("kind", sorted(BEHIND_PADDING - {"lilt", "xmod"}))  # They ask for more.
+def test_positions_behind_the_padding_token_are_those_that_the_model_embeds(kind: str) -> None:
+    config = AutoConfig.for_model(
+        kind, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        vocab_size=16, entity_vocab_size=4, max_position_embeddings=12, attention_window=[4],
+    )  # fmt: skip
+    model, positions = AutoModel.from_config(config).eval(), positions_of(config)
+    assert positions is not None
+    model(input_ids=torch.full((1, positions), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, positions + 1), 5))
 
 
 def test_a_key_that_nothing_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -334,6 +334,13 @@ def names_scorer(hf_config: Any) -> bool:
     return any(name.endswith(OF_LABELS) for name in hf_config.architectures or ())
 
 
+# Kinds whose positions begin behind the number of the padding token.
+BEHIND_PADDING = {
+    "camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet",
+    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+
+
 def positions_of(hf_config: Any) -> int | None:
     """Returns the longest sequence that a configuration allows, as far as its rotary embedding
     stretches it; None where it names none, or has no limit."""
@@ -342,6 +349,8 @@ def positions_of(hf_config: Any) -> int | None:
     rope: Any = getattr(text, "rope_parameters", None) or {}
     if found is None or found < 0:  # XLNet has positions without end.
         return None
+    if text.model_type in BEHIND_PADDING:
+        return found - (text.pad_token_id or 0) - 1
     if rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
         return found
     return max(found, int(rope["factor"] * (rope.get("original_max_position_embeddings") or found)))
