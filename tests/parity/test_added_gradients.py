@@ -67,7 +67,7 @@ def test_no_gradient_is_waited_for_while_a_staging_block_is_free(
         wait(copy)
 
     def note_end(leaving: LeavingGradients) -> None:
-        if leaving._leaving[0].block is not None:
+        if leaving.gradients[0].block is not None:
             added.append(threading.current_thread().name)
         end(leaving)
 

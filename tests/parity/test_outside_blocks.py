@@ -150,7 +150,7 @@ def test_a_norm_is_of_all_gradients_that_were_counted(
     note_there, note, coming = LeavingGradients._end_oldest, CompleteSums.note, list[Any]()
 
     def ending(leaving: LeavingGradients) -> None:
-        coming[:] = [each.spec for each in list(leaving._leaving)[1:]]
+        coming[:] = [each.spec for each in list(leaving.gradients)[1:]]
         note_there(leaving)
 
     def checked(norms: CompleteSums, spec: Any, known: Any, flat: torch.Tensor) -> None:

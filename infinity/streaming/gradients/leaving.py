@@ -228,12 +228,12 @@ class LeavingGradients:
         self.num_additions = 0  # Those that are due.
         self._has_worker = has_worker  # Which calls `add_next`.
         self._most_kept_nbytes = most_kept_nbytes
-        self._leaving: deque[LeavingGradient] = deque()  # Not on the host, or not known to be.
+        self.gradients: deque[LeavingGradient] = deque()  # Not on the host, or not known to be.
         self._awaited: Copy | None = None  # By the end of a backward.
         self._keeping: deque[LeavingGradient] = deque()  # Those whose device memory is kept.
 
     def __bool__(self) -> bool:
-        return bool(self._leaving)
+        return bool(self.gradients)
 
     def start(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, place: torch.Tensor) -> None:
         """Starts copying a gradient, flat and at most fp32, to its place, (numel,), of its dtype or
@@ -267,7 +267,7 @@ class LeavingGradients:
 
     def _keep(self, gradient: LeavingGradient) -> None:
         """Lets later kernels wait for the copies whose memory is more than may be kept."""
-        self._leaving.append(gradient)
+        self.gradients.append(gradient)
         self._keeping.append(gradient)
         kept_nbytes = sum(kept.nbytes for kept in self._keeping)
         while kept_nbytes > self._most_kept_nbytes and len(self._keeping) > 1:
@@ -277,25 +277,25 @@ class LeavingGradients:
 
     def has(self, spec: TensorSpec) -> bool:
         """Whether a gradient of the tensor is under way."""
-        return any(gradient.spec is spec for gradient in self._leaving)
+        return any(gradient.spec is spec for gradient in self.gradients)
 
     def units(self) -> list[Unit]:
         """Returns the units of all gradients under way."""
-        return [gradient.unit for gradient in self._leaving]
+        return [gradient.unit for gradient in self.gradients]
 
     def end_there(self) -> None:
         """Ends the copies that are over, in order. Never waits. Additions are the worker's, if
         there is one."""
-        while self._leaving and not (self._has_worker and self._leaving[0].block):
-            if not self._leaving[0].copy.done():
+        while self.gradients and not (self._has_worker and self.gradients[0].block):
+            if not self.gradients[0].copy.done():
                 return
             self._end_oldest()
 
     def next_wait(self) -> Callable[[], None] | None:
         """Ends the copies that are over, with their additions. Returns the wait for the next one,
         which needs no lock and is to follow at once; None: no copy is left."""
-        while self._leaving:
-            copy = self._leaving[0].copy
+        while self.gradients:
+            copy = self.gradients[0].copy
             if copy is not self._awaited and not copy.done():
                 self._awaited = copy  # Over when this is called again.
                 return partial(self._wait, copy)
@@ -308,8 +308,8 @@ class LeavingGradients:
 
     def end_all(self) -> None:
         """Waits for all copies; all additions are made."""
-        if self._leaving:
-            self._end(len(self._leaving), "gradients leave the device")
+        if self.gradients:
+            self._end(len(self.gradients), "gradients leave the device")
 
     def add_next(self) -> Sequence[Copy] | None:
         """Makes an addition that is due. Never waits: returns the copy that the next one needs,
@@ -317,7 +317,7 @@ class LeavingGradients:
         meets the error."""
         if not self.num_additions:
             return None
-        copy = self._leaving[0].copy
+        copy = self.gradients[0].copy
         try:
             if not copy.done():
                 return (copy,)
@@ -328,13 +328,13 @@ class LeavingGradients:
         return ()
 
     def _end(self, count: int, what: str) -> None:
-        copies = [gradient.copy for gradient in itertools.islice(self._leaving, count)]
+        copies = [gradient.copy for gradient in itertools.islice(self.gradients, count)]
         with self._counters.timed("copy_wait_s", what, copies):
             for _ in range(count):
                 self._end_oldest()
 
     def _end_oldest(self) -> None:
-        oldest = self._leaving.popleft()
+        oldest = self.gradients.popleft()
         if self._keeping and self._keeping[0] is oldest:
             self._keeping.popleft()
         if oldest.block is None:
@@ -351,7 +351,7 @@ class LeavingGradients:
 
     def clear(self) -> None:
         """Forgets all copies."""
-        self._leaving.clear()
+        self.gradients.clear()
         self._keeping.clear()
         self.num_additions = 0
 

@@ -104,7 +104,7 @@ class GradientStore(GradientSink):
         elif is_on_host or self._device.shares_host_memory:
             if sums.state is SumState.DUE:
                 self.in_blocks.await_more(sums)
-            if self.leaving.has(spec):
+            if self.leaving.gradients and self.leaving.has(spec):
                 self.leaving.end_all()  # The last one may be on its way to this place.
             if sums.narrow is not None:
                 self.narrow.widen(sums)
