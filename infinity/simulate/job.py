@@ -63,7 +63,7 @@ def batch_of(config: SwapConfig) -> Batch:
     if train is None or data is None:
         return UNKNOWN_BATCH
     num_micro_batches = train.gradient_accumulation_steps * max(len(config.adapters), 1)
-    num_tokens = train.batch_size * data.sequence_length
+    num_tokens = train.batch_size * train.facts.num_sequences * data.sequence_length
     if config.every_adapter and config.schedule.micro_batch is not None:
         num_tokens *= num_micro_batches  # All batches of a step pass a block together.
         num_micro_batches = 1

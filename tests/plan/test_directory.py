@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError
 from infinity.plan.directory import read_directory
+from infinity.simulate.job import batch_of
 from infinity.tools.cli import app
 from infinity.tools.plan.subject import frozen_directory_of, planned_model
 from tests.decode.test_checkpoints import PUBLISHED
@@ -138,6 +139,8 @@ def test_a_model_that_scores_sequences_is_planned_with_its_own_head_alone(
     assert (last.trained_params, last.frozen_params) == (plain.score.weight.numel(), 0)
     table_nbytes = plain.get_input_embeddings().weight.nbytes
     assert directory.stored.unused_nbytes == (0 if is_tied else table_nbytes)
+    batch = batch_of(config)  # A record of preferences has two sequences.
+    assert batch.num_tokens == (2 if method == "reward" else 1) * batch.sequence_length
 
 
 def test_the_answer_stands_first(directory: Path) -> None:

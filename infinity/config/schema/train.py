@@ -42,12 +42,15 @@ class MethodFacts(NamedTuple):
     has_head: bool = False  # The model scores sequences, in place of tokens.
     has_reference: bool = False  # The loss may compare with the model before training.
     is_of_one_rank: bool = False
+    num_sequences: int = 1  # Of a record.
 
 
 METHODS: dict[Method, MethodFacts] = {
     "sft": MethodFacts(),
-    "dpo": MethodFacts("DPOTrainer", records="chosen and rejected", has_reference=True),
-    "reward": MethodFacts("RewardTrainer", records="chosen and rejected", has_head=True),
+    "dpo": MethodFacts(
+        "DPOTrainer", "", "chosen and rejected", has_reference=True, num_sequences=2
+    ),
+    "reward": MethodFacts("RewardTrainer", "", "chosen and rejected", True, num_sequences=2),
     "classify": MethodFacts("Trainer", "labels", "text and label", has_head=True),
     "distill": MethodFacts(key="distill"),
     "grpo": MethodFacts("GRPOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
