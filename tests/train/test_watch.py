@@ -139,8 +139,10 @@ def test_the_last_lines_are_commands(tmp_path: Path) -> None:
     assert "infinity generate" in text and "infinity chat" not in text
 
 
-def test_the_command_that_goes_on_is_that_of_the_run(tmp_path: Path) -> None:
-    """With its overrides; and the checkpoints are looked for where they are."""
+def test_the_command_that_goes_on_is_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its overrides and its ranks; and the checkpoints are looked for where they are."""
     file = tmp_path / "a run.toml"
     file.write_text(to_toml(settings(tmp_path), only_set=True))
     overrides = ("output.directory=other", f'checkpoint.directory="{tmp_path}/else where"')
@@ -150,6 +152,9 @@ def test_the_command_that_goes_on_is_that_of_the_run(tmp_path: Path) -> None:
     go_on, look = (shlex.split(text, comments=True) for text in next_commands(config, summary))
     sets = [word for text in overrides for word in ("--set", text)]
     assert go_on == ["next:", "infinity", "train", str(file), *sets, "--resume"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    go_on, _ = next_commands(config, summary)
+    assert go_on.startswith("next: torchrun --nproc-per-node 2 -m infinity train ")
     assert look == ["infinity", "inspect", f"{tmp_path}/else where"]
 
 

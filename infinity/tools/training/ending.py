@@ -28,7 +28,9 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
     if summary.interrupted_by and config.checkpoint is not None:
         file = config.source.name if config.source.kind == "file" else "CONFIG"
         again = "".join(f" --set {quote(text)}" for text in config.source.overrides)
-        found.append((f"infinity train {quote(file)}{again} --resume", "go on"))
+        ranks = os.environ.get("LOCAL_WORLD_SIZE")  # Of torchrun.
+        launcher = f"torchrun --nproc-per-node {ranks} -m " if ranks else ""
+        found.append((f"{launcher}infinity train {quote(file)}{again} --resume", "go on"))
     base = quote(str(config.model.path))
     if summary.export_directory and config.train.diffusion is not None:
         call = "load_lora_weights" if config.adapter else "transformer.from_pretrained"
