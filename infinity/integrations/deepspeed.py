@@ -23,8 +23,9 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import Any
 
@@ -202,8 +203,9 @@ class DeepSpeedEngine(nn.Module):
         if any(path.glob("*model_states.pt")):
             raise _refused(
                 f"load_checkpoint({str(path)!r})", "DeepSpeed wrote it, in pickles. Its script "
-                f"makes weights of it, and moments begin anew: python {load_dir}/zero_to_fp32.py "
-                f"{load_dir} OUT --safe_serialization, then infinity.from_pretrained(OUT)"
+                f"makes weights of it, and moments begin anew: python {quote(f'{load_dir}')}"
+                f"/zero_to_fp32.py {quote(f'{load_dir}')} OUT --safe_serialization --tag "
+                f"{quote(path.name)}, then infinity.offload(model, config, weights='OUT')"
             )  # fmt: skip
         takes_state = load_optimizer_states and not load_module_only
         found = load(
@@ -424,20 +426,27 @@ _ADAM = {"bias_correction": True, "amsgrad": False, "set_grad_none": True,
 
 
 def _adam(
-    params: Iterable[Any], lr: float = 1e-3, *, adam_w_mode: bool = True, adamw_mode: bool = True,
-    **options: Any,
+    model_params: Iterable[Any], lr: float = 1e-3, *, adam_w_mode: bool = True,
+    adamw_mode: bool = True, **options: Any,
 ) -> torch.optim.Optimizer:  # fmt: skip
-    """FusedAdam and DeepSpeedCPUAdam: torch's AdamW or Adam, for which `initialize` puts ours."""
+    """FusedAdam and DeepSpeedCPUAdam: torch's AdamW or Adam, which `initialize` replaces with
+    ours."""
     if {key: options.pop(key, value) for key, value in _ADAM.items()} != _ADAM:
-        raise _refused("ops.adam", f"it has no other than {_ADAM}")
+        raise UnsupportedError(f"deepspeed.ops.adam: expected {_ADAM}; leave these options out")
     kind = torch.optim.AdamW if adam_w_mode and adamw_mode else torch.optim.Adam
-    return kind(params, lr, **({"weight_decay": 0.0} | options))
+    return kind(model_params, lr, **({"weight_decay": 0.0} | options))
 
 
+def _fused_adam(params: Iterable[Any], lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:
+    return _adam(params, lr, **options)
+
+
+@cache
 def get_accelerator() -> ModuleType:
     """Returns the device as DeepSpeed names it; its other names are those of torch's module."""
     has_gpu = torch.cuda.is_available()
-    kind, place = ("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else ("cpu", None)
+    own_gpu = int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1)
+    kind, place = ("cuda", own_gpu) if has_gpu else ("cpu", None)
 
     def device_name(index: int | None = None) -> str:
         return kind if index is None or not has_gpu else f"{kind}:{index}"
@@ -485,10 +494,10 @@ def __getattr__(name: str) -> Any:
     return _refuse("", name)
 
 
-__path__: list[str] = []  # Python looks for modules of a package alone, which a finder refuses.
+__path__: list[str] = []  # Makes this a package: Python asks `refuse_import` for its submodules.
 comm = dist
 zero = MODULES["runtime.zero"] = _module("zero", {"Init": _init, "GatheredParameters": _gathered})
-adam = _module("ops.adam", {"FusedAdam": _adam, "DeepSpeedCPUAdam": _adam})
+adam = _module("ops.adam", {"FusedAdam": _fused_adam, "DeepSpeedCPUAdam": _adam})
 ops = _module("ops", {"adam": adam})
 accelerator = _module("accelerator", {"get_accelerator": get_accelerator})
 checkpointing = _module("checkpointing", {"checkpoint": _checkpoint, "configure": _configure})
@@ -502,4 +511,7 @@ def refuse_import(name: str, path: Any = None, target: Any = None) -> None:
     """The `find_spec` of a finder: refuses a module of DeepSpeed that is not among `MODULES`."""
     place, _, module = name.partition(".")
     if place == "deepspeed":
-        _refuse("", module)
+        try:
+            _refuse("", module)
+        except UnsupportedError as error:  # A program may import something else then.
+            raise ModuleNotFoundError(str(error), name=name) from None

@@ -117,7 +117,7 @@ def prepare_trainer(
         target.args.bf16 = False  # Another accelerator of this trainer would ask for autocast.
         _end_autocast(target.accelerator, "args.bf16", target.model)
     _check_ranks(target.model, target.args.world_size)
-    _take_adapter(target.model)
+    _take_adapter(target.model, target.optimizer)
     stream_exports(target.model)
     for model in filter(None, (target.model, getattr(target, "ref_model", None))):
         name_parts(model)
@@ -178,10 +178,11 @@ def _check_ranks(model: nn.Module, num_processes: int) -> None:
         )
 
 
-def _take_adapter(model: nn.Module) -> None:
+def _take_adapter(model: nn.Module, optimizer: Any) -> None:
     """Offloads a model again if TRL has attached the adapter of `peft_config` since: with the bits
     of `infinity.from_pretrained(peft_config=)`. Raises ConfigError for other trainable parameters
-    that were added after `infinity.offload`, and where weights no longer are those of the files.
+    that were added after `infinity.offload`, and where weights no longer are those of the files or
+    have an optimizer.
     Frozen ones stay in memory and work as they are: TRL adds a reference adapter in this way."""
     strays = {
         name: parameter
@@ -193,7 +194,8 @@ def _take_adapter(model: nn.Module) -> None:
     engine, adapters = engine_of(model), values_of_adapters(model)
     again, own = AGAIN.get(engine), {id(parameter) for parameter in strays.values()}
     has_older = any(id(p) in adapters and owner_of(p) for p in model.parameters())
-    if again is None or has_older or not own <= adapters or not engine.leave_empty():
+    is_in_use = optimizer is not None or has_older
+    if again is None or is_in_use or not own <= adapters or not engine.leave_empty():
         raise ConfigError(
             f"{next(iter(strays))!r} and {len(strays) - 1} more were added to the model after "
             "infinity.offload, which does not know them. Give the adapter to "
@@ -201,8 +203,9 @@ def _take_adapter(model: nn.Module) -> None:
             "or run the program as it is: `infinity run`"
         )
     _log.warning(
-        "the trainer's peft_config came after the model was offloaded, so it is offloaded again, "
-        "frozen; give peft_config to infinity.from_pretrained to do so once"
+        "the trainer's peft_config came after the model was offloaded, so the model is offloaded a "
+        "second time, with its base frozen; give peft_config to infinity.from_pretrained to "
+        "offload it once"
     )
     again(model)
 

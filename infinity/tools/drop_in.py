@@ -196,7 +196,7 @@ class DropIn:
         been read over it in the block. Raises ConfigError for a small parameter that no file has,
         and that was changed without its value."""
         kept, buffers = values_of_adapters(model), dict(model.named_buffers())
-        first = dict(chain(*(self._first.pop(of, {}).items() for of in model.modules())))
+        first = dict(chain(*(self._first.get(of, {}).items() for of in model.modules())))
         values: dict[str, torch.Tensor] = {}
         for name, tensor in (*model.named_parameters(), *buffers.items()):
             if tensor.is_meta or id(tensor) in kept:
@@ -214,6 +214,8 @@ class DropIn:
             elif is_written:
                 values[name] = tensor.detach().clone()
         yield
+        for of in model.modules():
+            self._first.pop(of, None)
         for name, value in values.items():
             if name in buffers:
                 model.get_buffer(name).copy_(value)
@@ -279,7 +281,7 @@ def _small_values(model: nn.Module, directory: Path) -> FirstValues:
 
 def _have_same_bytes(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     own, other = (
-        tensor_bytes(of.detach().to(tensor.dtype).contiguous()) for of in (tensor, before)
+        tensor_bytes(of.detach().to("cpu", tensor.dtype).contiguous()) for of in (tensor, before)
     )
     return own == other
 

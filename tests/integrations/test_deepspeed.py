@@ -205,7 +205,7 @@ def test_names_that_scripts_import_of_deepspeeds_modules_are_there(
         ("from deepspeed.moe.layer import MoE", r"deepspeed\.moe is not here"),
         ("from deepspeed.ops.adam import ZenFlowCPUAdam", r"ops\.adam\.ZenFlowCPUAdam is not here"),
         ("deepspeed.accelerator.get_accelerator().pin()", r"get_accelerator\(\)\.pin is not"),
-        ("deepspeed.ops.adam.FusedAdam([], amsgrad=True)", "it has no other than"),
+        ("deepspeed.ops.adam.FusedAdam([], amsgrad=True)", "leave these options out"),
         ("deepspeed.checkpointing.configure(object())", "model_parallel_group"),
     ],
 )
@@ -213,7 +213,7 @@ def test_other_names_are_refused_where_a_script_takes_them(
     line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnsupportedError, match=said):
+    with pytest.raises((UnsupportedError, ModuleNotFoundError), match=said):
         ran(f"import deepspeed\n{line}\n", CONFIG, as_it_is=True)
 
 

@@ -360,7 +360,7 @@ def test_an_adapter_that_the_trainer_attaches_to_an_offloaded_model_has_the_plai
     with infinity.engine_of(trainer.model) as engine:
         for name, parameter in plain.model.named_parameters():
             assert torch.equal(engine.read_parameter(name), parameter), name
-    assert caplog.text.count("is offloaded again") == 1
+    assert caplog.text.count("is offloaded a second time") == 1
 
 
 @pytest.mark.parametrize("kind", ["changed weights", "another adapter", "weights of a program"])
