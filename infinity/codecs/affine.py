@@ -236,11 +236,12 @@ class AffineGroups(FusedCodec):
         codes = numbers.clamp_(0, (1 << self.bits) - 1).to(torch.uint8)
         del numbers
         ends = torch.stack([codes.amin(dim=-1), codes.amax(dim=-1)])
-        values = (ends - zeros.float()) * exact[..., 0] + minima.float()
+        product = FLOAT_DTYPES[names.product or self.scale]
+        values = ((ends - zeros.float()) * exact[..., 0]).to(product).float() + minima.float()
         if not torch.isfinite(values.to(scales.dtype)).all():
             raise ConfigError(
                 f"{self.format} cannot encode values up to {float(wide.abs().amax()):.3g} with "
-                f"scales of {self.scale}"
+                f"scales of {self.scale}; give another format, or keep this weight as it is"
             )
         codes = codes.flatten(1)[:, :columns]
         if order is not None:
@@ -268,7 +269,9 @@ class AffineGroups(FusedCodec):
         that are no floats are fp32."""
         names, dtype = _LAYOUTS[self.layout], FLOAT_DTYPES[self.scale]
         most, tiny = (1 << self.bits) - 1, torch.finfo(dtype).tiny
-        if dtype is torch.float16:  # Weights are as small as that; a device keeps these.
+        if (
+            dtype is torch.float16
+        ):  # Subnormal scales keep small weights; devices do not flush them.
             tiny *= torch.finfo(dtype).eps
         if not (self.has_zeros or names.minima):
             largest = groups.abs().amax(dim=-1)

@@ -112,10 +112,10 @@ class TableBlocks(FusedCodec):
         wide, shape = check_encode(self, weight), tuple(weight.shape)
         flat, numel = wide.reshape(-1), weight.numel()
         largest, scaled = _normalised(flat, self.block)
-        if (largest * _MARGIN > torch.finfo(self.dtype).max).any():
+        if (largest * (_MARGIN if self.nested_block else 1) > torch.finfo(self.dtype).max).any():
             raise ConfigError(
                 f"{self.format} of {self.stored} cannot encode values up to "
-                f"{float(largest.max()):.3g}"
+                f"{float(largest.max()):.3g}; give another format, or keep this weight as it is"
             )
         table = torch.tensor(_TABLES[self.kind])
         ascending, order = table.sort(stable=True)

@@ -193,6 +193,8 @@ def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | 
     formats: dict[Part, str] = {}
     for part, module in (_MODULES | _OUTSIDE.get(str(method), {})).items():
         own = _of_module(quantization, module)
+        if own != _of_module(quantization, module.replace(".7.", ".8.")):
+            own = quantization  # It is of one layer alone.
         if own is not None and not any(_matches(pattern, module) for pattern in patterns):
             formats[part] = _format_name(scheme_of(own, where), own)
     if table.get("expert_dtype", quantization.get("expert_dtype")) == "fp4":
@@ -206,9 +208,10 @@ def _of_module(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any
     `dynamic` of GPTQModel or `extra_config` of AutoRound has another one for its name."""
     for key in ("dynamic", "extra_config"):
         for pattern, own in (quantization.get(key) or {}).items():
-            if _matches(f"re:{pattern.removeprefix('+:').removeprefix('-:')}", module):
+            end = "$" * (key == "extra_config")  # AutoRound gives whole names.
+            if _matches(f"re:{pattern.removeprefix('+:').removeprefix('-:')}{end}", module):
                 found = {**quantization, **(own or {}), key: None}
-                return None if pattern.startswith("-:") or found["bits"] > 8 else found
+                return None if pattern.startswith("-:") or (found["bits"] or 16) > 8 else found
     return quantization
 
 

@@ -124,7 +124,7 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
             *stacked, rows, columns = weight.shape if is_matrix else (weight.numel, 1)
             if weight.part == "experts" and "gate_up" in weight.module and rows % 2 == 0:
                 stacked, rows = [*stacked, 2], rows // 2  # Files have the two apart.
-            own = stored.of(weight.part) if is_code else PLAIN
+            own = stored.of(place if place in formatted else weight.part) if is_code else PLAIN
             one_nbytes = stored_nbytes(own, rows, columns)
             nbytes += math.prod(stacked) * one_nbytes
             is_encoded |= is_code

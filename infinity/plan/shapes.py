@@ -47,9 +47,9 @@ _TOP_K = (
 
 
 class PublishedFormat(Table):
-    """The format of the matrices of `parts` in the published checkpoint, and that of parts with
-    another one, as of routed `experts`; other weights are bf16. The names of formats are those that
-    the codecs find in checkpoints."""
+    """The format of the matrices of `parts` in the published checkpoint. `others`, and `experts`,
+    are exceptions; other weights are bf16. The names of formats are those that the codecs find in
+    checkpoints."""
 
     format: str
     parts: tuple[Part, ...]

@@ -110,6 +110,13 @@ def test_scales_of_half_keep_small_weights_and_refuse_large_ones(codec: Codec) -
         codec.encode(torch.full((8, 64), -6.6e4))
 
 
+def test_a_group_whose_product_leaves_half_is_refused() -> None:
+    """MLX rounds the product to half before the minimum is added."""
+    weight = torch.cat([torch.full((8, 32), 6e4), torch.full((8, 32), -6e4)], dim=1)
+    with pytest.raises(ConfigError, match="cannot encode values up to"):
+        AffineGroups(64, scale="F16", layout="MLX").encode(weight)
+
+
 @pytest.mark.parametrize(
     ("codec", "shape"),
     [(AffineGroups(), (4, 40)), (AffineGroups(has_zeros=True), (2, 8, 32)),

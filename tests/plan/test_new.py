@@ -136,6 +136,11 @@ def test_parts_with_other_bits_and_without_codes_are_counted_so() -> None:
     found = published_format({"quantization_config": rounded}, "m")
     assert found is not None and set(found.parts) == {"attention", "dense"}
     assert found.of("attention").startswith("gptq-int4") and found.of("dense") == found.format
+    # AutoRound lists each router, by a name that begins those of the dense layers; and one layer.
+    rounded["extra_config"] = {"model.layers.7.mlp.gate": {"bits": 16},
+                               "model.layers.7.self_attn.q_proj": {"bits": None}}  # fmt: skip
+    found = published_format({"quantization_config": rounded}, "m")
+    assert found is not None and set(found.parts) == {"attention", "dense", "shared", "experts"}
 
 
 def test_a_quantisation_without_a_codec_is_refused_by_name() -> None:

@@ -16,7 +16,7 @@ from infinity.config import SwapConfig
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.directory import read_directory
 from infinity.simulate.job import batch_of
-from infinity.tools.plan.subject import planned_model
+from infinity.tools.plan.subject import batch_for, planned_model
 from infinity.tools.training.adapter import auto_targets
 from infinity.tools.training.settle import settle
 from tests.support.bits import assert_same
@@ -167,6 +167,8 @@ def test_a_plan_counts_the_parameters_and_batches_of_all(
     train = config.train
     assert train is not None and train.gradient_accumulation_steps * train.batch_size == 4
     assert batch_of(config).num_tokens == 3 * 4 * batch_of(config).sequence_length
+    asked = batch_for(config, None, None, 2 * train.gradient_accumulation_steps, by_name=False)
+    assert asked.num_tokens * asked.num_micro_batches == 2 * 3 * 4 * asked.sequence_length
     planned, _ = planned_model(config, read_directory(tmp_path / "base"), None, None, None)
     trained = 0
     for options in several["adapter"]:

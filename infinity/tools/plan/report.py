@@ -399,7 +399,7 @@ def _what(forecast: Forecast) -> str:
     methods = {"lora": "LoRA", "dora": "DoRA"}
     kinds = dict.fromkeys(f"{methods[of.method]} of rank {of.rank}" for of in adapters)
     how = f"{len(adapters)} adapters, " * (len(adapters) > 1) + " and ".join(kinds)
-    how += ", experts included" * adapters[0].experts
+    how += ", experts included" * any(of.experts for of in adapters)
     if experts := adapters[0].experts_full:
         how = f"{how} and " * bool(adapters[0].targets) + f"{len(experts)} experts in full"
     return (

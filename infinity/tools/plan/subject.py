@@ -122,6 +122,8 @@ def batch_for(
     by_name: bool,
 ) -> Batch:
     """Returns the batch of the file if it trains the file's model; options take precedence."""
+    if accumulation and config.train is not None:
+        config = changed(config, {"train.gradient_accumulation_steps": accumulation})
     own = UNKNOWN_BATCH if by_name else batch_of(config)
     if own == UNKNOWN_BATCH:
         sequence = sequence or _SEQUENCE_LENGTH
@@ -134,7 +136,6 @@ def batch_for(
         own,
         num_tokens=tokens or own.num_tokens // own.sequence_length * sequence,
         sequence_length=sequence,
-        num_micro_batches=accumulation or own.num_micro_batches,
     )
 
 
