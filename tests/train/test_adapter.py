@@ -282,6 +282,8 @@ def test_a_saved_adapter_that_does_not_fit_is_refused_by_name(tmp_path, table) -
 
     refused("adapter.rank is 8, and 4 in", rank=8)
     refused(r"adapter.targets is \('q_proj',\), and {.*} in", targets=["q_proj"])
+    targets = json.loads((saved / "adapter_config.json").read_text())["target_modules"]
+    refused("adapter.targets is", targets=[*targets, "embed_tokens"])
     name = next(iter(own))
     wrong = own | {name: torch.zeros(4, 7)}
     save_file(wrong, file)

@@ -55,7 +55,9 @@ def test_positions_are_those_that_the_rotary_embedding_stretches_to(
         assert positions_of(plan_model(Model(config={"model_type": kind})).hf_config) is None
 
 
-@pytest.mark.parametrize("kind", sorted(BEHIND_PADDING - {"lilt", "xmod"}))  # They ask for more.
+@pytest.mark.parametrize(
+    "kind", sorted(BEHIND_PADDING - {"layoutlmv3", "lilt", "xmod"})
+)  # They ask for more.
 def test_positions_behind_the_padding_token_are_those_that_the_model_embeds(kind: str) -> None:
     config = AutoConfig.for_model(
         kind, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,

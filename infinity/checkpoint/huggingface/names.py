@@ -272,8 +272,8 @@ def _placed(
     sizes: Sequence[int],
 ) -> list[list[PlacedSource]] | None:
     """Runs the conversion once on small tensors of numbers, which show where each element goes.
-    What all sources of an axis have in common is replaced by one of `sizes`, the same if it is the
-    same."""
+    What all sources of an axis have in common is replaced by one of `sizes`, equal ones by the same
+    size."""
     num_axes = len(shapes[0])
     if any(len(shape) != num_axes or 0 in shape for shape in shapes) or num_axes > len(sizes):
         return None

@@ -116,7 +116,8 @@ def find_checkpoint(path: Path) -> Path:
 def place_of_checkpoints(path: Path) -> Path:
     """Returns the checkpoints in the output of a run, and another path as it is."""
     inner = path / "checkpoints"
-    return inner if (path / RUN_NAMES[0]).is_file() and inner.is_dir() else path
+    with reporting("open", path):
+        return inner if (path / RUN_NAMES[0]).is_file() and inner.is_dir() else path
 
 
 def read_manifest(path: Path) -> Manifest:

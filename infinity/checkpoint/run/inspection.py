@@ -12,6 +12,7 @@ from infinity.checkpoint.run.directory import (
     check_extent,
     find_checkpoint,
     list_checkpoints,
+    place_of_checkpoints,
     read_linked,
     read_manifest,
     step_of,
@@ -86,6 +87,7 @@ def inspect(path: Path, *, verify: bool = False) -> list[Inspection]:
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; expected a checkpoint or a directory of them")
+    path = place_of_checkpoints(path)
     still: list[Inspection] = []
     for _ in range(_ATTEMPTS):  # A running job removes checkpoints meanwhile, and makes new ones.
         found = list_checkpoints(path) or [find_checkpoint(path)]

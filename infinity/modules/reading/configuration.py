@@ -225,15 +225,13 @@ _KINDS = {
 _SCORING = {"MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": "AutoModelForSequenceClassification"}
 # How the classes of reward models and classifiers end, and what they call their heads.
 OF_LABELS = "ForSequenceClassification"
+HEADS = ("score", "classifier", "classification_head", "logits_proj")
+_ROUTERS = ("gate", "shared_expert_gate", "shared_experts_gate")
 
 
 def is_router(name: str) -> bool:
-    """Whether a module, or a parameter, of this name routes tokens or is a part of what does."""
+    """Whether a module, or a parameter, of this name routes tokens or is part of a router."""
     return any(part in _ROUTERS or "router" in part for part in name.split("."))
-
-
-_ROUTERS = ("gate", "shared_expert_gate", "shared_experts_gate")
-HEADS = ("score", "classifier", "classification_head", "logits_proj")
 
 
 def empty_model(
@@ -336,8 +334,8 @@ def names_scorer(hf_config: Any) -> bool:
 
 # Kinds whose positions begin behind the number of the padding token.
 BEHIND_PADDING = {
-    "camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet",
-    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    "camembert", "data2vec-text", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm",
+    "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
 
 

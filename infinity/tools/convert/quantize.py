@@ -173,8 +173,8 @@ def _dtype_of_matrix(source: WeightSource, name: str) -> torch.dtype | None:
     if len(shape) == 3 and re.search(r"\.(experts|switch_mlp)\.", name):
         raise ConfigError(
             f"{source.path}: {listed([name])} packs experts in three dimensions {shape}; these "
-            "formats are published with a matrix per expert. Save the model with transformers in "
-            "its published layout first"
+            "formats are published with a matrix per expert. Give the directory that was published "
+            "for transformers"
         )
     return dtype if len(shape) == 2 and name.endswith(".weight") else None
 

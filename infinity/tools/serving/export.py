@@ -254,7 +254,7 @@ def _why_not(
     if adapted.get_base_model().get_output_embeddings() in (layer, layer.get_base_layer()):
         return "it is the head"
     if variant := variant_of(layer):
-        return f"its layer is a {variant} of PEFT"
+        return f"its layer is {variant} of PEFT"
     if layer.r["default"] != config["r"] or layer.lora_alpha["default"] != config["lora_alpha"]:
         return "rank_pattern or alpha_pattern gives it another rank or scale"
     model_type = adapted.get_base_model().config.model_type

@@ -483,10 +483,12 @@ def _refuse_contradictions(
 
 
 def _has_targets(model: nn.Module, config: Any, options: AdapterConfig) -> bool:
-    """Whether the targets of the file mean the linear layers that a saved adapter has."""
+    """Whether the targets of the file mean the linear layers and embeddings that a saved adapter
+    has."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     wanted, names = _new_config(model, options), [*_linear_names(model)]
+    names += [name for name, of in model.named_modules() if isinstance(of, nn.Embedding)]
     if wanted.target_modules == ALL_LINEAR:  # Which says nothing about heads.
         names = [name for name in names if any(map(str.isdigit, name.split(".")))]
         wanted.target_modules = names

@@ -184,10 +184,10 @@ def _changes(
 
 
 def variant_of(layer: Any) -> str:
-    """Returns PEFT's name of what a layer adds that is not B A, "" if it adds no more."""
+    """Returns the name of what a layer adds that is not B A, "" if it adds no more."""
     variant = getattr(layer, "lora_variant", {}).get(_ADAPTER)
     name = "" if variant is None else type(variant).__name__
-    return "" if name in _ONLY_FACTORS else name.replace("Dora", "DoRA")
+    return "" if name in _ONLY_FACTORS else "DoRA" if name.startswith("Dora") else name
 
 
 def _refuse_variant(name: str, change: Change) -> None:
@@ -198,15 +198,22 @@ def _refuse_variant(name: str, change: Change) -> None:
     is_sum = isinstance(layer, (Linear, Embedding, torch.Tensor)) and not variant
     is_sum |= isinstance(layer, ParamWrapper) and layer.num_experts > 1
     if variant in _UNMERGED or not (is_sum or change.is_full):
-        what = "" if variant in _UNMERGED else " a tensor at a time into a weight stored in parts"
+        what, remedy = "be merged", "use the adapter with its base, by PEFT"
+        if variant not in _UNMERGED:
+            what = "be merged into a weight that the checkpoint stores in parts"
+            remedy = "merge it in memory by merge_and_unload"
         raise UnsupportedError(
-            f"{name!r}: PEFT's {variant or type(layer).__name__} cannot be merged{what}; use the "
-            "adapter with its base, by PEFT"
+            f"{name!r}: PEFT's {variant or type(layer).__name__} cannot {what}; {remedy}"
         )
 
 
 # Variants of LoRA by PEFT's names: that change training only, and that have no merge.
-_ONLY_FACTORS = ("MontecloraLinearVariant", "VeloraLinearVariant")
+_ONLY_FACTORS = (
+    "MiCAEmbeddingVariant",
+    "MiCALinearVariant",
+    "MontecloraLinearVariant",
+    "VeloraLinearVariant",
+)
 _UNMERGED = ("ALoraLinearVariant", "ArrowLinearVariant", "QALoraLinearVariant")
 
 
