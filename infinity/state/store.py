@@ -315,8 +315,8 @@ class LocalStore(StateStore):
         self._device = device
         self._counters = counters
         self._first_values: dict[int, FirstValues] = {}  # By unit; until its weights are written.
-        # The last copy to memory of the device: those before it are over when it is.
-        self._written: dict[tuple[int, StateKind], Copy] = {}
+        # The last copy to memory of the device, and from it: those before it are over when it is.
+        self._last: dict[tuple[int, StateKind, bool], Copy] = {}
 
     @override
     def put_first(self, unit: Unit, fill: FirstValues) -> bool:
@@ -415,8 +415,9 @@ class LocalStore(StateStore):
             return FINISHED
         assert isinstance(location, DeviceLocation)
         rest = location.memory[offset_nbytes : offset_nbytes + host.numel()]
-        key = (at.unit.index, at.kind)
-        if not inward:  # INV-13: copies out have a stream of their own, and would overtake.
-            return self._device.copy(rest, host, behind=self._written.get(key, FINISHED))
-        self._written[key] = copy = self._device.copy(host, rest)
+        source, target = (host, rest) if inward else (rest, host)
+        # INV-13: each direction has a stream of its own, and would overtake the other.
+        behind = self._last.get((at.unit.index, at.kind, not inward), FINISHED)
+        copy = self._device.copy(source, target, behind=behind)
+        self._last[at.unit.index, at.kind, inward] = copy
         return copy

@@ -203,11 +203,12 @@ class StorageEngine(Protocol):
 
 # -- Statistics ------------------------------------------------------------------------------------
 #
-# Bytes, latencies, queue depth, stalls, processor time. Numbers only grow; subtract two snapshots
-# to see what happened in between.
+# Bytes, latencies, queue depth, stalls, processor time. Numbers only grow; subtract two snapshots,
+# latencies bucket by bucket, to see what happened in between.
 
 
-# Counts of latencies, in four buckets per power of two from 16 us to 128 s (histogram.h).
+# Counts of latencies, in four buckets per power of two from 16 us to 128 s
+# (io/include/infinity_io/histogram.h).
 LatencyCounts: TypeAlias = tuple[int, ...]
 
 

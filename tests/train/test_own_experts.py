@@ -345,6 +345,12 @@ def test_a_census_counts_what_the_router_of_a_plain_forward_chooses(
         routing=tmp_path / "census.json", sweep_tokens=256, dtype="float32",
     )  # fmt: skip
     scoring.run(request)
+    own = tmp_path / "plain.jsonl.routing"  # Of the user: no census was asked for.
+    own.mkdir()
+    scoring.run(
+        Request(**{**_fields(request), "output": tmp_path / "plain.jsonl", "routing": None})
+    )
+    own.rmdir()
     content = request.routing.read_text()
     monkeypatch.setattr(scoring.ScoreRows, "write", _fails_once(scoring.ScoreRows.write))
     again = Request(**{**_fields(request), "output": tmp_path / "b.jsonl"})

@@ -114,6 +114,11 @@ def test_the_end_of_a_run_is_that_of_its_summary(tmp_path: Path) -> None:
     numbers = numbers_of(lines, BEGUN_S, file)
     assert numbers["export_directory"] == "out" and numbers["steps_done"] == 20
     assert numbers_of(lines[:-1], BEGUN_S, file)["checkpoint"] is None
+    summary = Summary(steps=20, num_parameters=1, resumed_at=19, interrupted_by="SIGINT")
+    (tmp_path / "summary.json").write_text(json.dumps(summary.to_dict()))
+    os.utime(tmp_path / "summary.json", (BEGUN_S + 61, BEGUN_S + 61))
+    heading = screen(lines[:-1], file, 80, BEGUN_S).renderables[0]
+    assert "ended early" in str(heading)
 
 
 def settings(tmp_path: Path, tokenizer: str = "tokens", **output: Any) -> SwapConfig:

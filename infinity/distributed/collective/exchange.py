@@ -244,7 +244,8 @@ class DeviceExchange:
             return self._device.decode(region, staging, decoding, self._link), copies[1]
 
     def follow(self, transfer: Transfer) -> None:
-        """Orders later exchanges behind a copy of the device, or waits for another transfer."""
+        """Orders later exchanges of memory of the device behind a copy, or waits for another
+        transfer."""
         if isinstance(transfer, StreamCopy):
             transfer.order_stream(self._link)
         else:

@@ -78,10 +78,11 @@ def note(text: str) -> None:
 
 
 def pushing(name: str | None) -> Callable[[Path], None]:
-    """Returns the function that uploads the files of a directory to a model of the hub, but those
-    in folders and those by which a run describes itself. Without a name, and on other ranks than
-    the first, it does nothing. Raises ConfigError for a name and a token that the hub would refuse,
-    before anything is computed; and where the upload fails."""
+    """Returns the function that uploads all files of a directory to a model of the hub, except
+    those in folders and those by which a run describes itself. Without a name, and on other ranks
+    than the first, it does nothing. Raises ConfigError for a malformed name, an owner that the
+    token does not have and a token that only reads, before anything is computed; and where the
+    upload fails."""
     if name is None or os.environ.get("RANK", "0") != "0":
         return lambda _: None
     from huggingface_hub import HfApi

@@ -87,7 +87,10 @@ def train(
 
     _refuse(loaded, resume_from)
     if push is not None and (loaded.adapters or not loaded.output.export):
-        raise ConfigError("--push: expected one export; leave it out, or train one [adapter]")
+        raise ConfigError(
+            "--push: expected output.export = true and at most one [adapter]; leave --push out, or "
+            "change the file"
+        )
     upload = pushing(push)
     with outliving_streams():
         from infinity.tools.training import program

@@ -128,8 +128,8 @@ class ScoreRows:
             unlock(lock, self._target)
 
     def begin(self, tiling: str | None) -> None:
-        """Notes what the next rows follow from: `tiling`, of the opened model, too. Raises
-        ConfigError for rows of a model with another."""
+        """Notes what the next rows follow from: the tiling of the opened model, too. Raises
+        ConfigError for rows of a model with other tiles."""
         self._made_of["tiling"] = tiling
         self._refuse_others()
         replace_file(self._note, json.dumps(self._made_of, indent=2))
@@ -149,6 +149,7 @@ class ScoreRows:
             raise ConfigError(
                 f"{there} was made with another {', '.join(differing)}; give another --output, or "
                 "remove it"
+                + ("; tiles follow from schedule.tile and the budgets" * ("tiling" in differing))
             )
         if there == self._target:
             raise ConfigError(f"{there} is complete; remove it to score again")
@@ -281,7 +282,8 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
         if counts is not None and request.routing is not None:
             census.write_census(request.routing, counts, base, len(sequences), num_tokens)
         output.end()
-        census.forget(request.output)
+        if counts is not None:
+            census.forget(request.output)
     total, count = map(sum, zip(*output.sums, strict=True))
     mean = total / count if count else math.nan
     return Total(

@@ -16,7 +16,6 @@ from infinity.tools.training.report import Reporter, Summary, clock_of
 
 Event = Literal["end", "failure", "plateau"]
 
-# Of the hub, for model cards; others generate text.
 _PATIENCE_S = 30  # For a command of the user's.
 _PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft", "diffusers")
 
