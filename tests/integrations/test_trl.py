@@ -363,7 +363,9 @@ def test_an_adapter_that_the_trainer_attaches_to_an_offloaded_model_has_the_plai
     assert caplog.text.count("is offloaded a second time") == 1
 
 
-@pytest.mark.parametrize("kind", ["changed weights", "another adapter", "weights of a program"])
+@pytest.mark.parametrize(
+    "kind", ["changed weights", "another adapter", "an optimizer", "weights of a program"]
+)
 def test_an_adapter_of_the_trainer_is_refused_where_the_files_do_not_have_the_rest(
     kind: str, tmp_path: Path
 ) -> None:
@@ -383,7 +385,8 @@ def test_an_adapter_of_the_trainer_is_refused_where_the_files_do_not_have_the_re
         model.set_adapter("late")
         trainer = sft(model, tmp_path / "out", None)
     else:
-        trainer = sft(model, tmp_path / "out", None, peft_config=LORA)
+        own = infinity.AdamW(model) if kind == "an optimizer" else None
+        trainer = sft(model, tmp_path / "out", None, peft_config=LORA, optimizers=(own, None))
     with pytest.raises(ConfigError, match="Give the adapter to infinity.from_pretrained"):
         prepare_trainer(trainer)
     assert not infinity.engine_of(model).is_closed
