@@ -18,7 +18,7 @@ from tests.support.exhaustive import sampled
 from tests.support.forked import Script
 
 from . import ladder
-from .test_train import _table, _write_text
+from .test_train import _table
 
 COUNT = 3
 TIME_LIMIT_S = 300.0  # torch's own waits end after 1,800.
@@ -43,7 +43,6 @@ KEPT = {"1 a process group", "2 trainer: all_gather", "1 gather: step-00000002: 
 
 def make(directory: Path) -> None:
     """A run of three steps, each with a checkpoint, and two evaluations."""
-    _write_text(directory)
     table = _table(directory, "out", 1, checkpoint={"every": 1})
     table["train"]["eval_every"] = 2
     table["distributed"] = {"timeout_s": TIMEOUT_S}
