@@ -269,10 +269,8 @@ class AffineGroups(FusedCodec):
         that are no floats are fp32."""
         names, dtype = _LAYOUTS[self.layout], FLOAT_DTYPES[self.scale]
         most, tiny = (1 << self.bits) - 1, torch.finfo(dtype).tiny
-        if (
-            dtype is torch.float16
-        ):  # Subnormal scales keep small weights; devices do not flush them.
-            tiny *= torch.finfo(dtype).eps
+        if dtype is torch.float16:
+            tiny *= torch.finfo(dtype).eps  # Subnormals: they keep small weights.
         if not (self.has_zeros or names.minima):
             largest = groups.abs().amax(dim=-1)
             exact = torch.where(largest == 0, 1.0, largest / (most / 2)) / names.times

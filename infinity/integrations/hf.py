@@ -182,8 +182,8 @@ def _take_adapter(model: nn.Module, optimizer: Any) -> None:
     """Offloads a model again if TRL has attached the adapter of `peft_config` since: with the bits
     of `infinity.from_pretrained(peft_config=)`. Raises ConfigError for other trainable parameters
     that were added after `infinity.offload`, and where weights no longer are those of the files or
-    have an optimizer.
-    Frozen ones stay in memory and work as they are: TRL adds a reference adapter in this way."""
+    have an optimizer. Frozen ones stay in memory and work as they are: TRL adds a reference adapter
+    in this way."""
     strays = {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -145,7 +145,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         )
         param_group["params"] = params = [tile for param in params for tile in tiles_of(param)]
         refuse_options(self, param_group)
-        self.check_group({**self.defaults, **param_group})
+        group = {**self.defaults, **param_group}
+        self.check_group(group)
         found: list[OffloadedParam] = []
         for place, item in enumerate(params):
             name, parameter = item if isinstance(item, tuple) else (None, item)
@@ -153,7 +154,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             params[place] = param.handle if name is None else (name, param.handle)
             found.append(param)
         for param in found[:1]:
-            group = {**self.defaults, **param_group}
             self._check_moments(self.settings_of(group, param, step=1).state_names)
         super().add_param_group(param_group)
         for param in found:

@@ -73,7 +73,7 @@ def uses_direct_io(path: VolumePath, directory: SwapDirectory) -> bool:
     return False
 
 
-@functools.cache  # Once for each path.
+@functools.cache  # Once for each path and refusal.
 def _warn_of_buffering(path: str, refusal: str) -> None:
     message = (
         f"swap path {path!r} goes through the page cache, because direct I/O is not possible: "

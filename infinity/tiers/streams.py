@@ -47,14 +47,7 @@ import torch
 from typing_extensions import override
 
 from infinity.observe import Counters, Track
-from infinity.tiers.device import (
-    FINISHED,
-    Copy,
-    Decoding,
-    DeviceAdapter,
-    Region,
-    ResizedRegion,
-)
+from infinity.tiers.device import FINISHED, Copy, Decoding, DeviceAdapter, Region, ResizedRegion
 from infinity.tiers.device_faults import DeviceFaults, reporting_faults
 from infinity.tiers.host import Block, HostPool
 from infinity.tiers.stream_runtime import Event, Stream, Streams, event_behind

@@ -46,7 +46,7 @@ from infinity.tools.pretrained import (
     with_saved_adapter,
 )
 from infinity.tools.scoring import census
-from infinity.tools.scoring.sequences import ScoredSequence, read_sequences
+from infinity.tools.scoring.sequences import ScoredSequence, name_in, read_sequences
 from infinity.tools.training.adapter import num_labels_of
 from infinity.tools.training.base_identity import BaseIdentity, identify, sha256_of
 from infinity.tools.training.output import locked, unlock
@@ -249,10 +249,9 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     if names_scorer(hf_config):
         num_labels = hf_config.num_labels
     texts, has_head = [sequence.ids for sequence in sequences], num_labels is not None
-    files = ", ".join(map(str, request.data))
     check(
         hf_config, texts, request.top_k, request.layers, has_head=has_head,
-        name_of=lambda number: f"{files}: record {sequences[number].record + 1}",
+        name_of=lambda number: name_in(request.data, sequences[number]),
     )  # fmt: skip
     if num_labels is not None and (request.top_k or request.layers):
         raise ConfigError(

@@ -58,11 +58,15 @@ def read_sequences(
     for sequence in found:
         if max_length is not None and len(sequence.ids) > max_length:
             raise ConfigError(
-                f"{', '.join(map(str, paths))}: record {sequence.record + 1} has "
-                f"{len(sequence.ids)} tokens, more than "
+                f"{name_in(paths, sequence)} has {len(sequence.ids)} tokens, more than "
                 f"{max_length}; leave it out, or cut it"
             )
     return found
+
+
+def name_in(paths: Sequence[Path], sequence: ScoredSequence) -> str:
+    """Returns the name of a sequence of `read_sequences` in errors."""
+    return f"{', '.join(map(str, paths))}: record {sequence.record + 1}"
 
 
 def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
