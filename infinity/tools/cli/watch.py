@@ -153,7 +153,7 @@ def _heading(numbers: dict[str, Any], last: Line) -> str:
     age_s, pace_s = numbers["age_s"], numbers["step_median_s"] or 0.0
     if _is_over(last):
         parts.append("all steps are done")
-    elif "interrupted_by" in numbers:  # Of the summary, which comes at the end.
+    elif numbers["interrupted_by"] or numbers["stopped_early"]:  # Said at the end, by the summary.
         parts.append("ended early")
     elif age_s is not None and age_s > max(_LATE * pace_s, 60.0):
         parts.append(f"no step for {clock_of(age_s)}: ended, or standing still")
