@@ -35,6 +35,14 @@ class Blocks(nn.Module):
         return self.head(torch.tanh(self.frozen(x)))
 
 
+class EmptyBlocks(Blocks):
+    """A trained parameter has no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.empty = nn.Parameter(torch.empty(0, self.width))
+
+
 class WideBlocks(Blocks):
     """Large enough that what is rounded up to pages and granules does not count."""
 

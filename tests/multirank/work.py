@@ -25,9 +25,11 @@ from infinity.tiers.host import HostPool
 from tests.support.bits import differences
 from tests.support.lion import PlainLion
 
-from .models import Blocks, DeepBlocks, Experts, WideBlocks, batch, loss_of
+from .models import Blocks, DeepBlocks, EmptyBlocks, Experts, WideBlocks, batch, loss_of
 
-MODELS = {"blocks": Blocks, "deep": DeepBlocks, "experts": Experts, "wide": WideBlocks}
+MODELS = {
+    "blocks": Blocks, "deep": DeepBlocks, "empty": EmptyBlocks, "experts": Experts, "wide": WideBlocks,
+}  # fmt: skip
 LR = 1e-2
 MOMENTUM = 0.9
 NVME = dict.fromkeys(("parameters", "master", "moments", "gradients"), "nvme")

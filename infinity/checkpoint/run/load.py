@@ -192,6 +192,8 @@ class _ModelReader:
 
     def fill(self, tensor: StateTensor, start: int, target: torch.Tensor) -> None:
         """Fills `target` with elements in memory order; see `fill_state_kind`."""
+        if not target.numel():
+            return  # A checkpoint of ranks lacks state without an element.
         start += tensor.start
         _, stride = self._checkpoint.form_of(tensor.name)
         if tensor.is_scales or stride == tensor.facts.stride:
