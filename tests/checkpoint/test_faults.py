@@ -20,18 +20,21 @@ EFFECTS = ("mkdir", "open", "posix_fallocate", "pwrite", "write", "fsync", "rena
 
 
 class Ladder:
-    """Makes the nth call of the os functions that change files fail, while it is armed."""
+    """Makes the nth call of the os functions that change files fail, while it is armed. Behind it
+    nothing is removed, as on a file system that has turned read-only."""
 
     def __init__(self, monkeypatch, directory):
         self.left = 0
         self.failed = None
         self._directory = os.fspath(directory)
-        for name in EFFECTS:
+        for name in (*EFFECTS, "unlink"):
             monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
 
     def _wrap(self, name, real):
         def call(first, *rest, **options):
-            if self.left and self._is_ours(first):
+            if name == "unlink" and self.failed and self._is_ours(first):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            if name != "unlink" and self.left and self._is_ours(first):
                 self.left -= 1
                 if self.left == 0:
                     self.failed = name

@@ -13,6 +13,7 @@ Source: README of the safetensors repository, section "Format".
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -291,7 +292,8 @@ class SafetensorsWriter(Closing):
             os.close(self._fd)
             self._fd = None
         if not self.partial_path.is_symlink():
-            self.partial_path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # The first error is on its way.
+                self.partial_path.unlink()
 
     def _reserve(self, file_nbytes: int) -> None:
         assert self._fd is not None
