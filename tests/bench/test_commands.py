@@ -58,6 +58,19 @@ def test_bench_saves_json_and_plots(tmp_path: Path) -> None:
     assert [path.name for path in out.iterdir()] == ["latency.png"]
 
 
+@pytest.mark.parametrize("option", ["--save", "--plot", "--write"])
+def test_what_was_measured_is_printed_where_a_file_cannot_be_written(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "CANDIDATES", tuning.CANDIDATES[:1])
+    monkeypatch.setattr(tuning, "RING_SETUPS", tuning.RING_SETUPS[:1])
+    words = ("bench", "--only", "latency", *SMALL)
+    if option == "--write":
+        words = ("tune", "--time", "1", "--size", "64MiB")
+    done = run_command(*words, "--path", tmp_path, option, "/dev/null/there", "--json")
+    assert done.exit_code == 2 and json.loads(done.stdout), done.output
+
+
 def test_wrong_bytes_end_with_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.tools.bench.transfer.compare", lambda *_: False)
     done = run_command("bench", "--path", tmp_path, "--only", "read", *SMALL)

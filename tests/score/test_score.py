@@ -3,6 +3,7 @@ together, and rows that a killed run neither loses nor doubles."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import runpy
@@ -22,12 +23,13 @@ from transformers import (
 )
 
 import infinity
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StorageError
 from infinity.tools import logprobs
 from infinity.tools.scoring import program
 from infinity.tools.scoring.program import Request
 from infinity.tools.training.tokenizers import open_tokenizer
 from tests.parity.zoo import ZOO
+from tests.support.file_systems import failing
 from tests.support.offloading import offloaded, swap_config
 
 SEQUENCES = [[3, 5, 7, 11, 2], [1, 2], [9] * 17, [4, 8, 15, 16, 23, 42]]
@@ -295,6 +297,12 @@ def test_what_cannot_be_scored_is_refused_before_weights_are_read(
     monkeypatch.setattr(program, "from_pretrained", None)
     with pytest.raises(ConfigError, match=message):
         program.run(replace(request_of, **changes))
+
+
+def test_a_full_drive_is_named(request_of: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, ("replace",), 1, errno.ENOSPC)
+    with pytest.raises(StorageError, match=f"{request_of.output}' failed: No space left"):
+        program.run(request_of)
 
 
 def test_rows_of_another_run_are_left_alone(request_of: Request, tmp_path: Path) -> None:

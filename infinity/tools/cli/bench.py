@@ -89,10 +89,11 @@ def bench(
     with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=not no_fio) as (lab, say):
         environment = environment_of(lab.directories, lab.arena)
         results = list(suite.run(replace(lab, on_step=say), sections))
-    if plot is not None:
-        for path in plots.save(rows_of(results), plot):
+    try:
+        tell(results, environment, as_json=wants_json(), save=save)
+    finally:  # Behind the tables: a plot that cannot be written costs nothing else.
+        for path in [] if plot is None else plots.save(rows_of(results), plot):
             note(f"wrote {path}")
-    tell(results, environment, as_json=wants_json(), save=save)
 
 
 def tell(
@@ -106,12 +107,12 @@ def tell(
     from infinity.tools.bench.report import rows_of, to_json
 
     rows, document = rows_of(results), json.dumps(to_json(results, environment), indent=1)
-    if save is not None:
-        save.write_text(document + "\n")
     if as_json:
         typer.echo(document)
     else:
         print_tables(rows)
+    if save is not None:
+        save.write_text(document + "\n")
     if any(row.ok is False for row in rows):
         raise typer.Exit(1)
 
@@ -249,8 +250,6 @@ def tune(
         f"{platform.release()}: {choice.rounds} rounds, extents of 16 MiB; GB/s are decimal"
     )
     fragment = tuning.to_toml(choice, names or list(map(str, directories)), remark)
-    if write is not None:
-        write.write_text(fragment)
     if wants_json():
         scores = {str(who): round(score, 4) for who, score in choice.scores.items()}
         found = {
@@ -264,16 +263,18 @@ def tune(
             "paths": [dataclasses.asdict(path) for path in choice.paths],
         }
         reply(found)
-        return
-    console = Console(stderr=True, quiet=is_silent())
-    tables: tuple[tuple[Mapping[Any, float], object], ...] = (
-        (choice.scores, choice.best), (choice.ring_scores, choice.rings)
-    )  # fmt: skip
-    for of_choice, chosen in tables:
-        for who, score in sorted(of_choice.items(), key=lambda item: -item[1]):
-            mark = "  <- chosen" if who == chosen else ""
-            console.print(f"  {who!s:<28} {score:6.1%} of the best{mark}", highlight=False)
-    typer.echo(fragment, nl=False)
+    else:
+        console = Console(stderr=True, quiet=is_silent())
+        tables: tuple[tuple[Mapping[Any, float], object], ...] = (
+            (choice.scores, choice.best), (choice.ring_scores, choice.rings)
+        )  # fmt: skip
+        for of_choice, chosen in tables:
+            for who, score in sorted(of_choice.items(), key=lambda item: -item[1]):
+                mark = "  <- chosen" if who == chosen else ""
+                console.print(f"  {who!s:<28} {score:6.1%} of the best{mark}", highlight=False)
+        typer.echo(fragment, nl=False)
+    if write is not None:
+        write.write_text(fragment)
 
 
 # -- Doctor ----------------------------------------------------------------------------------------

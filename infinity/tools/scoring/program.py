@@ -28,7 +28,7 @@ from infinity.checkpoint.durable import replace_file, sync_directory, sync_file
 from infinity.config import SwapConfig
 from infinity.config.hub import in_hub_cache
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, reporting
 from infinity.modules.reading.configuration import config_of_directory, names_scorer
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of
@@ -266,7 +266,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     config = for_directory(with_saved_adapter(config, request.adapter), directory, request.dtype)
     output = ScoreRows(request, _made_of(request, directory, config, base, sequences))
     num_tokens, read_nbytes = sum(len(sequence.ids) for sequence in sequences), 0
-    with output.open():
+    with reporting("write", request.output), output.open():
         resumed_at = len(output.sums)
         counts = (
             None if request.routing is None else census.counts_after(request.output, resumed_at)
