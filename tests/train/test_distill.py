@@ -17,12 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from infinity.config import SwapConfig
 from infinity.config.schema.train import Distill
-from infinity.errors import ConfigError
+from infinity.errors import CapacityError, ConfigError
 from infinity.tools import logprobs
 from infinity.tools.scoring import program as scoring
 from infinity.tools.training import divergence, program
 from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import ByteTokenizer
+from tests.support.commands import run_command
 from tests.train.jobs import lines_of, write_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -222,6 +223,20 @@ def test_a_teacher_that_does_not_fit_is_refused_before_weights_are_read(
     monkeypatch.setattr(program.infinity, "offload", None)
     with pytest.raises(ConfigError, match=message):
         train(job)
+
+
+def test_a_run_and_its_plan_refuse_the_half_of_a_budget_that_the_teacher_leaves(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, models[0], teacher=str(models[1]))
+    job.write_text(job.read_text().replace("48MiB", "400KiB"))
+    words = ("plan", job, "--hardware", "rtx4090-desktop")
+    with pytest.raises(CapacityError, match="the file needs twice that"):
+        train(job)
+    assert "the file needs twice that" in run_command(*words).stderr
+    alone, *_ = job.read_text().replace('"distill"', '"sft"').partition("[train.distill]")
+    job.write_text(alone)
+    assert run_command(*words).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -257,12 +257,14 @@ def _predict(asked: PlanOptions) -> None:
     from infinity.tools.plan.subject import (
         batch_for,
         frozen_directory_of,
+        has_reference,
         machine_for,
         on_other_drives,
         parse_count,
         planned_model,
         sweep_for,
     )
+    from infinity.tools.training.model import sharing_budgets
 
     if not asked.by_name:
         directory = frozen_directory_of(config, is_scored=asked.score)
@@ -281,11 +283,17 @@ def _predict(asked: PlanOptions) -> None:
     data = None if count is None else parse_count(count, "--data-tokens")
     if data is not None and asked.examples is not None:
         data *= batch.sequence_length
-    found = forecast(
-        config, model, machine, batch,
-        num_ranks=asked.ranks, num_nodes=asked.nodes, shard_drives=drives,
+    has_second = not asked.by_name and not asked.score and has_reference(config)
+    with sharing_budgets(config, has_second=has_second) as config:
+        found = forecast(
+            config, model, machine, batch,
+            num_ranks=asked.ranks, num_nodes=asked.nodes, shard_drives=drives,
+        )  # fmt: skip
+    second = "half of the budgets is for the second model, whose reads and time are not counted"
+    found = replace(
+        found, data_tokens=data, other=on_other_drives(config, model, found),
+        warnings=(*found.warnings, *[second] * has_second),
     )  # fmt: skip
-    found = replace(found, data_tokens=data, other=on_other_drives(config, model, found))
     advice = advise(config, model, found)
     reply(report.to_dict(found, advice), report.to_text(found, advice))
     if asked.plot is not None or asked.html is not None:

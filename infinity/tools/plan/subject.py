@@ -18,7 +18,12 @@ from infinity.simulate.job import MOST_SEQUENCES, UNKNOWN_BATCH, Batch, batch_of
 from infinity.tiers.open_device import device_kind
 from infinity.tools.plan.data_facts import has_image_records
 from infinity.tools.plan.measure import measure
-from infinity.tools.training.model import build_model, plan_model, refuse_untrainable
+from infinity.tools.training.model import (
+    build_model,
+    plan_model,
+    reference_path,
+    refuse_untrainable,
+)
 
 _SEQUENCE_LENGTH, _SEQUENCES = 2048, 16
 _UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -111,6 +116,13 @@ def model_of_config(config: JobConfig) -> PlannedModel:
     """Builds the model of a configuration file on meta with transformers; needs no weights."""
     plan = plan_model(config.model, config.train, reads_weights=False)
     return model_of_module(build_model(plan, config), config, plan.hf_config)
+
+
+def has_reference(config: SwapConfig) -> bool:
+    """Whether a second model gets half of the budgets: a teacher, or that before training. Raises
+    ConfigError as a run."""
+    has_job = None not in (config.model, config.data, config.train)
+    return has_job and reference_path(JobConfig.of(config)) is not None
 
 
 def batch_for(

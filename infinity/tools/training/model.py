@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from infinity.config.hub import in_hub_cache
 from infinity.config.schema import changed
 from infinity.config.schema.train import Train
 from infinity.config.values import Capacity
-from infinity.errors import ConfigError, refusing
+from infinity.errors import CapacityError, ConfigError, refusing
 from infinity.modules.reading.configuration import (
     CLASS_NAME,
     auto_class,
@@ -315,12 +316,21 @@ def build_reference(config: JobConfig) -> Any:
     return model.eval()
 
 
-def share_budgets(config: JobConfig) -> tuple[JobConfig, JobConfig]:
-    """Returns the configurations of the trained model and of the second one."""
+@contextmanager
+def sharing_budgets(config: _C, *, has_second: bool) -> Iterator[_C]:
+    """Yields the configuration of the trained model, with half of the budgets beside a second one;
+    a CapacityError of the block says so."""
+    if not has_second:
+        yield config
+        return
     host, device = config.tiers.host.capacity, config.tiers.device.capacity
     halved = {"tiers.host.capacity": _half(host), "tiers.device.capacity": _half(device)}
-    policy = changed(config, halved)
-    return policy, changed(with_own_drives(policy, "reference"), {"adapter": None})
+    try:
+        yield changed(config, halved)
+    except CapacityError as error:
+        more = "the second model of train.method takes the other half, so the file needs twice that"
+        error.args = (f"{error}; {more}",)
+        raise
 
 
 def with_own_drives(config: _C, name: str) -> _C:

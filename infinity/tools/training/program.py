@@ -60,7 +60,12 @@ from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, p
 from infinity.tools.training.ending import Event, model_card, next_commands, notify
 from infinity.tools.training.job import Job, prepare
 from infinity.tools.training.methods import batch_of
-from infinity.tools.training.model import generate, reference_path, share_budgets
+from infinity.tools.training.model import (
+    generate,
+    reference_path,
+    sharing_budgets,
+    with_own_drives,
+)
 from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
 from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
 from infinity.tools.training.ranks import job_rank
@@ -264,24 +269,23 @@ class Run:
             resume = None
             if config.checkpoint is not None:
                 config = changed(config, {"checkpoint.durability": "none"})
-        if self._job.reference is not None:
-            config, apart = share_budgets(config)
-        model, options = self._job.model, self._config.model
+        model, options, reference = self._job.model, self._config.model, self._job.reference
         assert options is not None
-        try:
-            infinity.offload(
-                model, config, weights=options.path, seed=options.seed, ignore=options.ignore,
-                resume=resume, group=self._job.rank.topology,
-            )  # fmt: skip
-        except CapacityError as error:
-            if self._name:
-                error.args = (f"{error}; {_how_many_fit(model, config)}",)
-            raise
-        if self._job.reference is not None:
-            reference = self._job.reference
-            path = reference_path(config)
-            infinity.offload(reference, apart, weights=path, ignore=options.ignore)
-            self._reference_engine = infinity.engine_of(reference)
+        with sharing_budgets(config, has_second=reference is not None) as config:
+            try:
+                infinity.offload(
+                    model, config, weights=options.path, seed=options.seed, ignore=options.ignore,
+                    resume=resume, group=self._job.rank.topology,
+                )  # fmt: skip
+            except CapacityError as error:
+                if self._name:
+                    error.args = (f"{error}; {_how_many_fit(model, config)}",)
+                raise
+            if reference is not None:
+                apart = changed(with_own_drives(config, "reference"), {"adapter": None})
+                path = reference_path(config)
+                infinity.offload(reference, apart, weights=path, ignore=options.ignore)
+                self._reference_engine = infinity.engine_of(reference)
         engine = self._engine = infinity.engine_of(model)
         self.summary.update_on = engine.update_device.place
         if not engine.device.shares_host_memory:
