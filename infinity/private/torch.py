@@ -89,6 +89,9 @@ PARTS = {
     "peek_interpreter_stack": PrivatePart(
         "torch._C:_functorch.peek_interpreter_stack", "transforms of torch.func are not refused"
     ),
+    "skip_in_compiled_code": PrivatePart(
+        "torch._dynamo.trace_rules:add", "torch.compile compiles the engine's own code"
+    ),
     # Arithmetic.
     "fused_adam_": PrivatePart(
         "torch:_fused_adam_", "an update has other bits than torch.optim.Adam"
@@ -139,6 +142,8 @@ ATTRIBUTES = frozenset(
         "_buffers", "_flat_weight_refs", "_flat_weights", "_flat_weights_names",
         "_load_from_state_dict", "_modules", "_non_persistent_buffers_set",
         "_parameters", "_save_to_state_dict",
+        # functions that torch.compile does not enter
+        "_torchdynamo_disable", "_torchdynamo_disable_msg",
         # torch._ops.OpOverload, torch.autograd.Variable, ProcessGroupNCCL.Options
         "_execution_engine", "_schema", "_timeout",
     }

@@ -216,6 +216,12 @@ def test_every_use_of_a_closed_engine_is_refused(tmp_path):
         infinity.forward_backward(model, lambda batch: model(batch).sum(), [torch.ones(1, 4)])
 
 
+@torch._dynamo.config.patch(compiled_autograd=True)
+def compile_backward(model):
+    loss = model(torch.ones(1, 4)).sum()
+    torch.compile(lambda: loss.backward(), backend="eager")()
+
+
 @pytest.mark.parametrize(
     ("compile_", "remedy"),
     [
@@ -223,8 +229,9 @@ def test_every_use_of_a_closed_engine_is_refused(tmp_path):
         (lambda m: torch.jit.trace(m[0], torch.ones(1, 4)), r"before infinity\.offload"),
         (lambda m: torch.compile(m, fullgraph=True, backend="eager")(torch.ones(1, 4)),
          "leave out fullgraph=True"),
+        (compile_backward, "compiled_autograd.*compile the blocks"),
     ],
-    ids=["script", "trace", "fullgraph"],
+    ids=["script", "trace", "fullgraph", "backward"],
 )  # fmt: skip
 def test_compilers_of_whole_models_are_refused(tmp_path, compile_, remedy):
     model = infinity.offload(nn.Sequential(nn.Linear(4, 4)), swap_config(tmp_path))

@@ -297,3 +297,19 @@ def test_compiled_functions_take_weights_as_arguments(swap_directory: Path, back
         )
 
     compare(three_steps, build, swap_directory)
+
+
+def test_the_engine_inside_a_compiled_step_is_not_compiled(swap_directory: Path) -> None:
+    def compiled_steps(side: Side) -> Named:
+        def step(x: torch.Tensor) -> None:
+            side.model(x).pow(2).mean().backward()
+            side.step()
+
+        side.adamw()
+        compiled = step if side.is_plain else torch.compile(step, backend="aot_eager")
+        for number in range(3):
+            compiled(ROWS + number)
+        return finish(side, {})
+
+    torch._dynamo.reset()
+    compare(compiled_steps, linears, swap_directory)

@@ -136,6 +136,7 @@ def test_the_attributes_are_in_this_release() -> None:
         inspect.getsource(transformers.PreTrainedModel), inspect.getsource(transformers.Trainer),
         inspect.getsource(accelerate.Accelerator), inspect.getsource(ParamWrapper),
         inspect.getsource(torch.distributed.distributed_c10d),
+        inspect.getsource(torch._dynamo.symbolic_convert),
         inspect.getsource(import_module("transformers.core_model_loading")),
         inspect.getsource(import_module("transformers.modeling_utils")),
         inspect.getsource(import_module("transformers.integrations.moe")),

@@ -32,7 +32,6 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.compiler import is_dynamo_compiling
 from typing_extensions import override
 
 from infinity.errors import UnsupportedError
@@ -50,6 +49,7 @@ from infinity.modules.autograd.threads import (
     thread_of_backward,
 )
 from infinity.modules.autograd.uses import UnitUses
+from infinity.modules.handles.torch_functions import outside_graphs
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.reading.discover import HookedModule
 from infinity.private.torch import (
@@ -129,7 +129,13 @@ class BackwardCalls:
             handle.remove()
             self._enter(call, exits)
 
-        handle = current_autograd_node().register_prehook(runs)
+        node = current_autograd_node()
+        if node is None:
+            raise UnsupportedError(
+                "torch._dynamo.config.compiled_autograd makes one graph of a backward, between "
+                "whose nodes infinity fetches weights; leave it out, and compile the blocks"
+            )
+        handle = node.register_prehook(runs)
 
     def _enter(self, call: ModuleCall, exits: Iterable[Node]) -> None:
         running = current_backward()
@@ -209,23 +215,10 @@ class BackwardCalls:
         return True
 
 
-def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes torch.compile break its graph before `hook`, with an error under fullgraph=True.
-
-    `torch._dynamo.disable` costs several calls each time, so it is entered only where Dynamo
-    traces: there `is_dynamo_compiling` is True.
-    """
-    reason = (
-        "infinity fetches the weights of a module between graphs; leave out fullgraph=True, or "
-        "compile functions that own no parameters and are called inside modules"
-    )
-    disabled: Callable[..., Any] = torch.compiler.disable(hook, reason=reason)
-
-    @functools.wraps(hook)
-    def outside(*args: Any) -> Any:
-        return disabled(*args) if is_dynamo_compiling() else hook(*args)
-
-    return outside
+between_graphs = outside_graphs(
+    "infinity fetches the weights of a module between graphs; leave out fullgraph=True, or "
+    "compile functions that own no parameters and are called inside modules"
+)
 
 
 def refuse_jit() -> NoReturn:
@@ -334,7 +327,7 @@ class ModuleHooks:
                 for _ in self._running.pop(thread):
                     self._uses.leave(self.hooked.units)
 
-    @outside_graphs
+    @between_graphs
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if get_tracing_state() is not None:
             refuse_jit()
@@ -350,7 +343,7 @@ class ModuleHooks:
             numbers = self._running.setdefault(threading.get_ident(), [])
             numbers.append(get_sequence_nr())
 
-    @outside_graphs
+    @between_graphs
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         numbers = self._running.get(threading.get_ident())
         if not numbers:

@@ -27,7 +27,7 @@ from infinity.modules.autograd.hooks import (
     BackwardCalls,
     ModuleHooks,
     OwnHook,
-    outside_graphs,
+    between_graphs,
 )
 from infinity.modules.autograd.threads import Turns
 from infinity.modules.autograd.uses import UnitUses
@@ -87,7 +87,7 @@ class ModelPasses:
             self._model.register_forward_hook(OwnHook(self._pass_ends), always_call=True),
         ]
 
-    @outside_graphs
+    @between_graphs
     def _pass_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() != OUTSIDE_BACKWARD or _is_in_layer_major.get():
             return
@@ -120,7 +120,7 @@ class ModelPasses:
                 self.reset()
             self._weight_cache.begin_pass(kind, is_new=is_new)
 
-    @outside_graphs
+    @between_graphs
     def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._passes.is_layer_major:
             self._passes.end_forward()

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from infinity.private.torch import DisableTorchFunctionSubclass
+from infinity.private.torch import DisableTorchFunctionSubclass, skip_in_compiled_code
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 TENSOR: Any = torch.Tensor  # Its types have the values of properties, not `__get__` and `__set__`.
 
@@ -66,16 +67,20 @@ def was_called_by(function: Any) -> bool:
     return frame.f_code is function.__code__
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
+# Inside a compiled function, too, this package runs as it is: hooks, and an optimizer's step.
+skip_in_compiled_code("infinity")
 
 
-# torch.compile ends its graph here, and runs the operation as it is.
-outside_graph: Callable[..., Any] = torch.compiler.disable(
-    _call,
-    reason="infinity fetches a weight outside of its module between graphs; leave out "
-    "fullgraph=True, or call the function inside `with infinity.gather(module):`",
-)
+def outside_graphs(reason: str) -> Callable[[F], F]:
+    """torch.compile ends its graph before the function, and tells the reason under fullgraph=True.
+    The wrapper of `torch.compiler.disable` costs several calls each time."""
+
+    def mark(function: F) -> F:
+        marked: Any = function
+        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
+        return function
+
+    return mark
 
 
 class StandIn(torch.Tensor):
@@ -91,6 +96,10 @@ class StandIn(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
+    @outside_graphs(
+        "infinity fetches a weight outside of its module between graphs; leave out "
+        "fullgraph=True, or call the function inside `with infinity.gather(module):`"
+    )
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -99,8 +108,6 @@ class StandIn(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if is_dynamo_compiling():
-            return outside_graph(cls.__torch_function__, func, types, args, kwargs)
         if func in PLAIN:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
