@@ -156,6 +156,8 @@ def test_losses_have_the_bits_of_a_plain_loop(
     if suffix:
         score(job, models[1])
     assert train(job) == plain(job, models, forward, reverse, heat)
+    read_nbytes = [line["nvme_read_nbytes"] for line in lines_of(tmp_path / "output")]
+    assert (read_nbytes[0] > 0) == (not suffix), "the files of a teacher beside the student"
 
 
 def test_an_adapter_goes_on_from_a_checkpoint_with_the_same_losses_and_no_other_loss(

@@ -25,7 +25,8 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -209,7 +210,7 @@ class Run:
         self._engine: Any = None
         self._reference_engine: Any = None
         self._interrupt: Interrupt | None = None
-        self._before: dict[str, float] = {}
+        self._before: Mapping[str, float] = {}
         self._began_s = 0.0
         self._line: Line = {}  # Of the newest step.
         self._digest_due_s = math.inf  # When the state is digested next.
@@ -430,8 +431,15 @@ class Run:
         """Called by the trainer before the batches of a step are made."""
         if self._tracing is not None:
             self._traced.enter_context(self._tracing.step(self.num_steps + 1))
-        self._before = self._engine.counters.snapshot()
+        self._before = self._counted()
         self._began_s = time.perf_counter()
+
+    def _counted(self) -> Counter[str]:
+        """Returns the counters of the run's engines, added up."""
+        found = Counter[str]()
+        for engine in filter(None, (self._engine, self._reference_engine)):
+            found.update(engine.counters.snapshot())
+        return found
 
     def end_step(self, step: Step, *, is_evaluated: bool) -> dict[str, float]:
         """Ends the work of the step. Returns its numbers for trackers."""
@@ -442,7 +450,7 @@ class Run:
             self._engine.flush()  # The work belongs to this step; no later step does it.
         elapsed_s = time.perf_counter() - self._began_s
         self._traced.close()
-        self._line = line_of(step, self._before, self._engine.counters.snapshot(), elapsed_s)
+        self._line = line_of(step, self._before, self._counted(), elapsed_s)
         if step.number == self.summary.resumed_at + 1:  # All of the base has been read.
             self._products.keep_reference(self._engine.store.shards)
         if is_digested:
