@@ -2,6 +2,7 @@
 //
 // Only this file and bindings_*.cpp have pybind11 and throw. Blocking calls release the GIL and look
 // for signals every 50 ms. No thread of ours ever runs Python code.
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -545,6 +546,34 @@ py::bytes crc32c_of_zeros() {
   return checksums_of(reinterpret_cast<std::uintptr_t>(zeros.data()), zeros.size(), 1);
 }
 
+// The stack of each of these threads, of all threads where there are none: its frames, the innermost
+// first. No thread goes on meanwhile, since the GIL is held: a generator that went on would lose its
+// caller. Python 3.11 may collect garbage where a frame is made, which runs code that gives the GIL away.
+py::dict stacks(const std::vector<unsigned long>& threads) {
+  struct NoCollections {
+    const bool were_on = PyGC_Disable() != 0;
+    ~NoCollections() {
+      if (were_on) PyGC_Enable();
+    }
+  } guard;
+  const py::dict innermost = py::module_::import("sys").attr("_current_frames")();
+  py::dict found;
+  for (const auto& [thread, frame] : innermost) {
+    const bool is_asked = std::find(threads.begin(), threads.end(),
+                                    thread.cast<unsigned long>()) != threads.end();
+    if (!threads.empty() && !is_asked) continue;
+    py::list frames;
+    py::object next = py::reinterpret_borrow<py::object>(frame);
+    while (next) {
+      frames.append(next);
+      next = py::reinterpret_steal<py::object>(
+          reinterpret_cast<PyObject*>(PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(next.ptr()))));
+    }
+    found[thread] = frames;
+  }
+  return found;
+}
+
 }  // namespace
 
 }  // namespace infinity
@@ -555,6 +584,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("HAS_URING") = io::built_with_uring();
   module.def("probe_uring", &probe_uring, py::arg("ring_flags") = "auto");
   module.def("can_remap", &can_remap);
+  module.def("stacks", &stacks, py::arg("threads"));
   module.def("crc32c_pages", &checksums_of, py::arg("address"), py::arg("nbytes"),
              py::arg("num_threads") = 1);
   module.def("first_bad_page", &find_bad_page, py::arg("address"), py::arg("nbytes"),

@@ -2,6 +2,7 @@
 the decoders. Use `infinity.storage`, `infinity.ops` and `infinity.codecs`."""
 
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any, TypedDict, final
 
 HAS_URING: bool
@@ -30,6 +31,10 @@ class LaneInfo(TypedDict):
 
 def probe_uring(ring_flags: str = "auto") -> UringProbe: ...
 def can_remap() -> bool: ...
+def stacks(threads: Sequence[int]) -> dict[int, list[FrameType]]:
+    """The frames of each of these threads, the innermost first; of all threads for none. No thread
+    runs Python code meanwhile."""
+
 def direct_alignment(fd: int) -> tuple[int, int]:
     """Memory and offset alignment of an open file in bytes; (0, 0) when the kernel does not say."""
 

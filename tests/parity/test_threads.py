@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.modules.autograd.threads import is_backward_elsewhere
+from infinity.modules.autograd.threads import is_backward_elsewhere, is_in_module
 from tests.support.offloading import offloaded, swap_config
 
 WIDTH = 96
@@ -124,6 +125,38 @@ def test_a_batch_is_divided_over_threads(swap_directory: Path, kind: type[nn.Mod
         found = losses(model, infinity.AdamW(model, lr=1e-3))
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=0)  # Gradients come in any order.
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+class Generators(nn.Module):
+    """Runs generators until it is told to end: each is the innermost frame, and then has no caller."""
+
+    def forward(self, has_ended: threading.Event) -> None:
+        while not has_ended.is_set():
+            with nothing():
+                gc.collect(0)
+
+
+def test_a_thread_that_runs_a_module_is_seen_to_run_one_at_any_moment() -> None:
+    """Each look is at one moment of the other thread, whose calls, generators and collections of
+    garbage go on between two looks."""
+    has_ended, interval_s = threading.Event(), sys.getswitchinterval()
+    thread = threading.Thread(target=Generators(), args=(has_ended,), daemon=True)
+    thread.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        while not is_in_module(thread.ident):
+            pass
+        assert all(is_in_module(thread.ident) for _ in range(200_000))
+    finally:
+        sys.setswitchinterval(interval_s)
+        has_ended.set()
+        thread.join()
+    assert not is_in_module(thread.ident)
 
 
 @pytest.mark.parametrize("updates", ["deferred", "at_step"])

@@ -10,7 +10,6 @@ are gone, and the swap files belong to the parent.
 
 from __future__ import annotations
 
-import gc
 import operator
 import os
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from infinity._core import stacks
 from infinity.errors import InfinityError
 from infinity.private.torch import (
     dispatch_modes,
@@ -44,25 +44,11 @@ _NODE: CodeType = BackwardCFunction.apply.__code__
 _LOOKS_S = 0.005  # The interval at which a thread looks whether the other one has ended.
 
 
-_frames_lock = threading.RLock()  # Reentrant: a signal handler may ask, too.
-
-
-def _frames() -> dict[int, FrameType]:
-    """Returns the innermost frame of every thread."""
-    # CPython 3.11 may collect garbage in this call while it holds a lock that the collector takes.
-    with _frames_lock:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            return sys._current_frames()
-        finally:
-            if collects:
-                gc.enable()
-
-
 def _stack_of(thread: int) -> Iterator[FrameType]:
-    is_own = thread == get_ident()
-    frame = sys._getframe().f_back if is_own else _frames().get(thread)
+    if thread != get_ident():
+        yield from stacks([thread]).get(thread, ())
+        return
+    frame = sys._getframe().f_back
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -93,8 +79,14 @@ def is_nested_backward() -> bool:
 
 def is_backward_elsewhere(threads: Collection[int]) -> bool:
     """Whether one of these threads, and not this one, runs a backward. 0: any thread."""
-    candidates = _frames() if 0 in threads else threads
-    return any(thread != get_ident() and _runs(thread, _BACKWARD) for thread in candidates)
+    others = [*threads]  # One step for the GIL: other threads begin and end theirs.
+    others = [thread for thread in others if thread != get_ident()]
+    found = stacks([] if 0 in others else others) if others else {}
+    return any(
+        frame.f_code is _BACKWARD
+        for thread, frames in found.items()
+        for frame in (frames if thread != get_ident() else ())
+    )
 
 
 class Turns:
