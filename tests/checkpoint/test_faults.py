@@ -20,14 +20,14 @@ EFFECTS = ("mkdir", "open", "posix_fallocate", "pwrite", "write", "fsync", "rena
 
 
 class Ladder:
-    """Makes the nth call of the os functions that change files fail, while it is armed. Behind it
-    nothing is removed, as on a file system that has turned read-only."""
+    """Makes the nth call of these functions of os fail, while it is armed. Behind it nothing is
+    removed, as on a file system that has turned read-only."""
 
-    def __init__(self, monkeypatch, directory):
+    def __init__(self, monkeypatch, directory, functions=EFFECTS):
         self.left = 0
         self.failed = None
         self._directory = os.fspath(directory)
-        for name in (*EFFECTS, "unlink"):
+        for name in (*functions, "unlink"):
             monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
 
     def _wrap(self, name, real):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import infinity
 from infinity.checkpoint.run.format import CHECKSUMS_NAME, TABLE_NAME
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
 from infinity.testing.faulty_engine import Fault, FaultyEngine
+from tests.support.bits import assert_same
 from tests.support.file_systems import ext4_on_loop
 
 from .harness import (
@@ -273,6 +275,27 @@ def test_a_damaged_page_stops_a_load(linked, tmp_path):
         each.load(copy)
     assert caught.value.path == str(copy / name)
     assert caught.value.offset_nbytes == offset
+
+
+def test_a_load_whose_reads_fail_changes_nothing_or_says_what_the_model_is(
+    linked, tmp_path, monkeypatch
+):
+    ladder, told = Ladder(monkeypatch, linked, ("pread", "preadv")), set()
+    with run("frozen", tmp_path / "swap", seed=4) as each:
+        for rung in count(1):
+            each.step(rung)
+            before = each.state()
+            ladder.left, ladder.failed = rung, None
+            try:
+                each.load(linked)
+            except StorageError as error:
+                told.add((ladder.failed, is_mixture := "mixture" in str(error)))
+                if not is_mixture:
+                    assert_same(before, each.state())
+            else:
+                break
+    assert ladder.failed is None
+    assert {("pread", False), ("pread", True), ("preadv", True)} <= told
 
 
 @pytest.mark.parametrize("name", [TABLE_NAME, CHECKSUMS_NAME])

@@ -38,7 +38,7 @@ from infinity.bounded import (
     table_of,
     text_of,
 )
-from infinity.errors import InfinityError, StorageError, UnsupportedError, corrupt
+from infinity.errors import InfinityError, StorageError, UnsupportedError, corrupt, reporting
 from infinity.sizes import GIB, PAGE_NBYTES, align_down, align_up
 from infinity.storage.checksums import CHECKSUM_NBYTES
 from infinity.storage.page_reader import BUFFER_NBYTES, PageReader
@@ -506,7 +506,8 @@ class LinkedState:
         return self._checksums(self._first_pages[entry], entry.nbytes // PAGE_NBYTES)
 
     def _checksums(self, first: int, count: int) -> bytes:
-        with (self._path / CHECKSUMS_NAME).open("rb", buffering=0) as file:
+        path = self._path / CHECKSUMS_NAME
+        with reporting("read", path), path.open("rb", buffering=0) as file:
             return os.pread(file.fileno(), count * CHECKSUM_NBYTES, first * CHECKSUM_NBYTES)
 
     def files(self) -> dict[str, int]:

@@ -7,8 +7,8 @@ wrote the checkpoint, a rank reads those ranges of their shards that it keeps it
 Placement, budgets, chunk sizes, units, ZeRO stage, number of ranks and the cut of large layers may
 differ from those of the run that saved. `opened.py` verifies names, shapes, dtypes and lengths
 before anything changes. The SHA-256 of a tensor is known when its last byte is read, the CRC32C of
-linked state page by page. If one of these is wrong, the model may be a mixture of two states, and
-the error says so.
+linked state page by page. If one of these is wrong, or a read fails, the model may be a mixture of
+two states, and the error says so.
 
 The small state, `program.pt`, may be damaged or forged. It is what `torch.save` writes: a zip
 archive, without compression, of a pickle and of the bytes of tensors. Before torch reads it, the
@@ -39,7 +39,7 @@ from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.checkpoint.run.contents import STREAMED, StateTensor, buffers_of, kept_tensors
 from infinity.checkpoint.run.directory import find_checkpoint
 from infinity.checkpoint.run.links import restore_linked
-from infinity.checkpoint.run.opened import OpenCheckpoint, StoredReader
+from infinity.checkpoint.run.opened import OpenCheckpoint, SavedTensor, StoredReader
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
@@ -98,7 +98,7 @@ def load(
     Call between steps, from the training thread. Raises ConfigError for a checkpoint of another
     model or optimizer, UnsupportedError for a newer format, CorruptionError for a damaged
     checkpoint, StorageError for a file that cannot be read. These errors come before anything
-    changes, except for damaged bytes that are found while they are streamed; the CorruptionError
+    changes, except for bytes that are damaged or cannot be read while they are streamed; the error
     then says that the model is a mixture.
     """
     # INV-15: what follows is bit-identical to the uninterrupted run.
@@ -112,6 +112,7 @@ def load(
         _check_program(program, optimizer, scheduler, found.path)
         with engine.at_rest("infinity.checkpoint.load", chosen) as state:
             found.check_model(state, model, engine.rank)
+        buffers = found.buffers(engine.rank)
         found.check_part(engine.rank, engine.num_ranks)
         asked.local = found.path.name.encode()
     if len(set(asked.of_all)) > 1:
@@ -125,7 +126,7 @@ def load(
         is_checked = engine.num_ranks > 1  # `check_part` has compared all files.
         with StoredReader(is_checked=is_checked, consequence=_MIXTURE) as reader:
             _load_tensors(found, state, engine, reader)
-        _load_buffers(found, model, engine.rank)
+        _load_buffers(buffers, model)
         state.weight_cache.finish_writes()
     engine.ranks.forget_gathered()
     if optimizer is not None:
@@ -296,8 +297,7 @@ def first_difference(path: Path, model: nn.Module) -> str | None:
     return None
 
 
-def _load_buffers(checkpoint: OpenCheckpoint, model: nn.Module, rank: int) -> None:
-    saved = checkpoint.buffers(rank)
+def _load_buffers(saved: Mapping[str, SavedTensor], model: nn.Module) -> None:
     if not saved:
         return
     with StoredReader(consequence=_MIXTURE) as reader, torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,7 @@ from infinity.checkpoint.run.format import (
 )
 from infinity.checkpoint.run.references import check_reference, check_reference_files
 from infinity.engine.state_access import StateAccess
-from infinity.errors import ConfigError, CorruptionError, UnsupportedError, corrupt, listed
+from infinity.errors import ConfigError, StorageError, UnsupportedError, corrupt, listed
 from infinity.state.tiles import name_of_tiled, number_of_tile
 from infinity.state.units import MOMENT_KINDS
 from infinity.storage.closing import Closing
@@ -82,7 +83,7 @@ class StoredReader(Closing):
 
     The SHA-256 of a tensor is compared when the tensor has been read from its first to its last
     element; a read out of order is not compared. `is_checked`: the caller has compared the files,
-    and no SHA-256 is computed. `consequence` ends the text of every error about damaged bytes.
+    and no SHA-256 is computed. `consequence` ends the text of every error.
 
     Keeps one file open. Not thread-safe; close it.
     """
@@ -120,13 +121,20 @@ class StoredReader(Closing):
         Raises CorruptionError with file and range for bytes that their checksum does not match,
         StorageError for a file that cannot be read, UnsupportedError for an unknown dtype.
         """
-        if tensor.extent is None:
-            self._read_pages(tensor, start, target)
-            return
-        path, extent = tensor.extent
-        self._open(path).read_into(tensor.info.name, start, target)
-        if not self._is_checked:
-            self._compare(path, extent, tensor.info, start, target)
+        try:
+            if tensor.extent is None:
+                self._read_pages(tensor, start, target)
+                return
+            path, extent = tensor.extent
+            self._open(path).read_into(tensor.info.name, start, target)
+            if not self._is_checked:
+                self._compare(path, extent, tensor.info, start, target)
+        except StorageError as error:
+            if not self._consequence:
+                raise
+            reason = error.detail or os.strerror(error.errno or 0)
+            detail = f"{tensor.info.name!r}: {reason}; {self._consequence}"
+            raise error.with_detail(detail) from None
 
     def _compare(
         self, path: Path, extent: StoredRange, info: TensorInfo, start: int, values: torch.Tensor
@@ -141,27 +149,17 @@ class StoredReader(Closing):
             return
         del self._digests[key]
         if sha256.hexdigest() != extent.sha256:
-            raise damaged(path, extent, self._detail("its SHA-256 is not the manifest's"))
+            raise damaged(path, extent, "its SHA-256 is not the manifest's")
 
     def _read_pages(self, tensor: SavedTensor, start: int, target: torch.Tensor) -> None:
         view, size = tensor_bytes(target), target.dtype.itemsize
-        try:
-            for (state, entry, part), low, high in overlaps(
-                tensor.parts, start, start + target.numel()
-            ):
-                place = part.offset_nbytes + (low - part.start) * size, (high - low) * size
-                for content in state.read(self._pages, entry, *place):
-                    view[: len(content)] = content
-                    view = view[len(content) :]
-        except CorruptionError as error:
-            if not self._consequence:
-                raise
-            detail = self._detail(f"{tensor.info.name!r} is damaged: {error.detail}")
-            damaged = error.path, detail, error.offset_nbytes, error.nbytes
-            raise corrupt(*damaged, code=error.errno or 0) from None
-
-    def _detail(self, fault: str) -> str:
-        return f"{fault}; {self._consequence}" if self._consequence else fault
+        for (state, entry, part), low, high in overlaps(
+            tensor.parts, start, start + target.numel()
+        ):
+            place = part.offset_nbytes + (low - part.start) * size, (high - low) * size
+            for content in state.read(self._pages, entry, *place):
+                view[: len(content)] = content
+                view = view[len(content) :]
 
     def _open(self, path: Path) -> SafetensorsReader:
         if self._file is None or self._file.path != str(path):
