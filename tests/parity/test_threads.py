@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.modules.autograd.threads import is_backward_elsewhere, is_in_module
+from infinity.modules.autograd.threads import Turns, is_backward_elsewhere, is_in_module
 from tests.support.offloading import offloaded, swap_config
 
 WIDTH = 96
@@ -157,6 +157,24 @@ def test_a_thread_that_runs_a_module_is_seen_to_run_one_at_any_moment() -> None:
         has_ended.set()
         thread.join()
     assert not is_in_module(thread.ident)
+
+
+class Calls(nn.Module):
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+def test_a_turn_that_was_interrupted_is_not_that_of_a_later_call() -> None:
+    turns = Turns(threading.RLock())
+
+    def interrupted() -> None:
+        turns.take()
+        raise KeyboardInterrupt
+
+    for _ in range(20):  # The frame of a call often has the address of one that has ended.
+        with pytest.raises(KeyboardInterrupt):
+            Calls()(interrupted)
+        assert not Calls()(lambda: turns.is_taken)
 
 
 @pytest.mark.parametrize("updates", ["deferred", "at_step"])

@@ -95,12 +95,14 @@ class Turns:
     def __init__(self, lock: threading.RLock) -> None:
         self._ended = threading.Condition(lock)
         self._thread = 0  # 0: none.
-        self._call = 0  # Identity of the frame that has the turn.
+        # The frame that has the turn. Its address may be that of a later frame once it has failed.
+        self._call: FrameType | None = None
 
     @property
     def is_taken(self) -> bool:
         """Whether a thread has the turn."""
-        return any(id(frame) == self._call for frame in _stack_of(self._thread))
+        call = self._call
+        return call is not None and any(frame is call for frame in _stack_of(self._thread))
 
     @property
     def is_elsewhere(self) -> bool:
@@ -126,12 +128,12 @@ class Turns:
         """Ends the turn, if the innermost frame of this code has it."""
         with self._ended:
             if self._thread == get_ident() and self._call == _frame_of(code):
-                self._thread = self._call = 0
+                self._thread, self._call = 0, None
                 self._ended.notify_all()
 
 
-def _frame_of(code: CodeType) -> int:
-    return next((id(frame) for frame in _stack_of(get_ident()) if frame.f_code is code), 0)
+def _frame_of(code: CodeType) -> FrameType | None:
+    return next((frame for frame in _stack_of(get_ident()) if frame.f_code is code), None)
 
 
 # -- Modes of a thread ----------------------------------------------------------------------------
