@@ -25,6 +25,7 @@ from infinity.codecs import Plain
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
 from infinity.codecs.found import Scheme
 from infinity.config.extras import require_transformers
+from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
 from infinity.plan.files import refuse_no_model
@@ -68,12 +69,13 @@ class ModelDirectory:
 
 
 def read_directory(
-    directory: Path, *, trusts_code: bool = False, ignore: Sequence[str] = (), num_labels: int = 0
-) -> ModelDirectory:
+    directory: Path, *, trusts_code: bool = False, ignore: Sequence[str] = (),
+    purpose: Purpose = "generates text", num_labels: int = 0,
+) -> ModelDirectory:  # fmt: skip
     """Reads config.json and headers, and finds the place of each tensor as training does. Without
     any file of weights, sizes are those of the format that config.json names. With `trusts_code`,
-    code of the directory may run. `ignore` is that of `[model]`. `num_labels`: of the head over
-    sequences that a run adds, 0 for none.
+    code of the directory may run. `ignore` is that of `[model]`. `purpose` is that of a run,
+    `num_labels` those of the head over sequences that it adds, 0 for none.
 
     Raises ConfigError for a directory without config.json, in a format without a codec, or with
     other weights than its class has; CorruptionError for a damaged header.
@@ -85,7 +87,7 @@ def read_directory(
     hf_config = config_of_directory(directory, trusts_code=trusts_code)
     name = f"{hf_config.get_text_config().model_type} in {directory.name or directory}"
     hf_config.num_labels = num_labels or hf_config.num_labels
-    model = model_on_meta(hf_config, where, trusts_code=trusts_code, scores=num_labels > 0)
+    model = model_on_meta(hf_config, where, trusts_code=trusts_code, purpose=purpose)
     shape = shape_of_model(model, name, where)
     if not has_weights(directory):
         shape = replace(shape, stored=published_format(table, where))

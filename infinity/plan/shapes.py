@@ -19,6 +19,7 @@ from torch import nn
 
 from infinity.config import AdapterConfig
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS
+from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import (
     HEADS,
@@ -179,15 +180,16 @@ def shape_of_config(
 
 
 def model_on_meta(
-    hf_config: Any, where: str, *, trusts_code: bool = False, scores: bool = False
+    hf_config: Any, where: str, *, trusts_code: bool = False, purpose: Purpose = "generates text"
 ) -> Any:
-    """Returns the model of a configuration without memory and without values: with `scores`, of a
-    reward model or classifier, and of an encoder the one that scores sequences. Raises
-    ConfigError."""
-    kind, is_first = None, scores or names_scorer(hf_config)
-    for of_labels in (is_first, not is_first):
+    """Returns the model of a configuration without memory and without values: of a reward model,
+    a classifier or an encoder the one that scores sequences. Raises ConfigError."""
+    kind = None
+    if names_scorer(hf_config) and purpose == "generates text":
+        purpose = "scores sequences"
+    for chosen in (purpose, "scores sequences", "generates text"):
         with suppress(ConfigError):
-            kind = kind or auto_class(hf_config, where, trusts_code=trusts_code, scores=of_labels)
+            kind = kind or auto_class(hf_config, where, trusts_code=trusts_code, purpose=chosen)
     with torch.device("meta"):  # Nobody reads values: transformers draws none on this device.
         return empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code, kind=kind)
 

@@ -369,15 +369,15 @@ def _has(model: nn.Module, path: str) -> bool:
 
 
 def _is_new_head(model: Any, missing: Sequence[str], directory: Path) -> bool:
-    """Whether the missing names are those of a new head on the base model of the checkpoint.
+    """Whether the missing names are those of a new head on the base model of the checkpoint, or of
+    the pooler of a base model, which the checkpoints of some heads lack.
 
-    Then config.json names another class, and no tensor of the base model is missing. Raises
-    ConfigError for a config.json that cannot be read.
+    Then config.json names another class, and no other tensor is missing. Raises ConfigError for a
+    config.json that cannot be read.
     """
     prefix = getattr(model, "base_model_prefix", "")
-    if not prefix or not _has(model, prefix) or getattr(model, prefix) is model:
-        return False
-    if any(name.startswith(f"{prefix}.") for name in missing):
+    is_base = not prefix or not _has(model, prefix) or getattr(model, prefix) is model
+    if any(name.startswith("pooler." if is_base else f"{prefix}.") != is_base for name in missing):
         return False
     classes = read_config(directory).get("architectures")
     return isinstance(classes, list) and classes != [] and type(model).__name__ not in classes

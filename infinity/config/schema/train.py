@@ -28,6 +28,7 @@ Nonfinite = Literal["error", "skip"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Durability = Literal["none", "checkpoint", "step"]
 Method = Literal["sft", "dpo", "reward", "classify", "distill", "grpo", "rloo", "diffusion"]
+Purpose = Literal["generates text", "scores sequences", "embeds text"]
 Weighting = Literal["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 _Tracker = Annotated[Tracker, choice(Tracker)]
@@ -39,7 +40,7 @@ class MethodFacts(NamedTuple):
     trainer: str = "SFTTrainer"  # Of TRL; "Trainer" is that of transformers.
     key: str = ""  # Of [train]: what this method needs, and methods without it refuse.
     records: str = ""  # In words, where it learns no text files.
-    has_head: bool = False  # The model scores sequences, in place of tokens.
+    purpose: Purpose = "generates text"  # Of the model.
     has_reference: bool = False  # The loss may compare with the model before training.
     is_of_one_rank: bool = False
     num_sequences: int = 1  # Of a record.
@@ -50,8 +51,10 @@ METHODS: dict[Method, MethodFacts] = {
     "dpo": MethodFacts(
         "DPOTrainer", "", "chosen and rejected", has_reference=True, num_sequences=2
     ),
-    "reward": MethodFacts("RewardTrainer", "", "chosen and rejected", True, num_sequences=2),
-    "classify": MethodFacts("Trainer", "labels", "text and label", has_head=True),
+    "reward": MethodFacts(
+        "RewardTrainer", "", "chosen and rejected", "scores sequences", num_sequences=2
+    ),
+    "classify": MethodFacts("Trainer", "labels", "text and label", "scores sequences"),
     "distill": MethodFacts(key="distill"),
     "grpo": MethodFacts("GRPOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
     "rloo": MethodFacts("RLOOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
@@ -249,7 +252,8 @@ class Train(Section):
                 names = " or ".join(f'"{m}"' for m, facts in METHODS.items() if facts.key == key)
                 what = key if key == "labels" else f"[train.{key}]"
                 raise conflict(f"expected {what} with method = {names}, and with no other")
-        if self.sample is not None and (self.facts.has_head or self.diffusion is not None):
+        writes = self.facts.purpose == "generates text" and self.diffusion is None
+        if self.sample is not None and not writes:
             raise conflict(
                 f'sample: expected none with method = "{self.method}", which writes no text'
             )

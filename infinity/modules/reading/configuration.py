@@ -22,6 +22,7 @@ from torch import nn
 
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.config.paths import refuse_absent_model
+from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError, refusing
 from infinity.modules.reading.empty_weights import init_empty_weights
 
@@ -216,13 +217,18 @@ def empty_denoiser(table: dict[str, Any], dtype: torch.dtype, where: str) -> Any
 # -- The model of a configuration -----------------------------------------------------------------
 
 
-# Tables of transformers' classes, and the automatic class of each.
-_KINDS = {
-    "MODEL_FOR_CAUSAL_LM_MAPPING": "AutoModelForCausalLM",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING": "AutoModelForImageTextToText",
-    "MODEL_FOR_MULTIMODAL_LM_MAPPING": "AutoModelForMultimodalLM",
+# By purpose: tables of transformers' classes, and the automatic class of each.
+_KINDS: dict[Purpose, dict[str, str]] = {
+    "generates text": {
+        "MODEL_FOR_CAUSAL_LM_MAPPING": "AutoModelForCausalLM",
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING": "AutoModelForImageTextToText",
+        "MODEL_FOR_MULTIMODAL_LM_MAPPING": "AutoModelForMultimodalLM",
+    },
+    "scores sequences": {
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": "AutoModelForSequenceClassification"
+    },
+    "embeds text": {"MODEL_MAPPING": "AutoModel"},
 }
-_SCORING = {"MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": "AutoModelForSequenceClassification"}
 # How the classes of reward models and classifiers end, and what they call their heads.
 OF_LABELS = "ForSequenceClassification"
 HEADS = ("score", "classifier", "classification_head", "logits_proj")
@@ -263,14 +269,14 @@ def empty_model(
 
 
 def auto_class(
-    hf_config: Any, where: str, *, trusts_code: bool = False, scores: bool = False
+    hf_config: Any, where: str, *, trusts_code: bool = False, purpose: Purpose = "generates text"
 ) -> Any:
     """Returns the first of transformers' automatic classes that gives the named architecture, or
-    else any. Raises ConfigError if none generates text, or with `scores` scores sequences."""
+    else any. Raises ConfigError if none is for the purpose."""
     import transformers
 
     named = set(getattr(hf_config, "architectures", None) or ())
-    kinds, found = _SCORING if scores else _KINDS, []
+    kinds, found = _KINDS[purpose], []
     for table, kind in kinds.items():
         mapping = getattr(transformers, table, {})
         if type(hf_config) in mapping:
@@ -286,9 +292,8 @@ def auto_class(
     remedy = "model.trust_remote_code = true runs the code of the directory" if own else (
         "a newer transformers may have one"
     )  # fmt: skip
-    what = "scores sequences" if scores else "generates text"
     raise ConfigError(
-        f"model: transformers {transformers.__version__} has no class that {what} for "
+        f"model: transformers {transformers.__version__} has no class that {purpose} for "
         f"{hf_config.model_type!r} of {where}; {remedy}"
     )
 
@@ -299,6 +304,8 @@ def model_for_text(
     """Returns the model on meta, its buffers included. Raises ConfigError for one whose forward
     asks for more than tokens, such as images, and for one without a head. The forward runs on meta,
     where it ends at the first value it needs. `kind` is that of `empty_model`."""
+    from transformers import AutoModel
+
     with torch.device("meta"), torch.no_grad():
         model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code, kind=kind)
         ids, refusal = torch.zeros(1, 8, dtype=torch.long), ""
@@ -306,9 +313,11 @@ def model_for_text(
         try:
             if scores_sequences(model):
                 options = {"labels": ids[:, 0]}
+            elif kind is AutoModel:
+                del options["labels"]
             elif model.get_output_embeddings() is None:
                 refusal = "it has no head"
-            elif getattr(model.config, "is_encoder_decoder", False):
+            if not scores_sequences(model) and getattr(model.config, "is_encoder_decoder", False):
                 refusal = "its encoder takes other text than its decoder"
             model(input_ids=ids, **options)
         except Exception as error:  # Of another kind: it needs values.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from infinity.config import JobConfig, NvmeTier, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.schema import changed
+from infinity.config.schema.train import METHODS
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.directory import ModelDirectory, read_directory
 from infinity.plan.hardware import Hardware, load_hardware
@@ -87,10 +88,11 @@ def frozen_directory_of(config: SwapConfig, *, is_scored: bool) -> ModelDirector
             "Without a directory, plan a shipped model with --model"
         )
     told, train = config.model, config.train
-    has_head = train is not None and train.facts.has_head and not is_scored
+    facts = METHODS["sft"] if train is None or is_scored else train.facts
+    has_head = facts.purpose == "scores sequences"
     return read_directory(
         config.model.path, trusts_code=told.trust_remote_code, ignore=told.ignore,
-        num_labels=len(train.labels) or 1 if train is not None and has_head else 0,
+        purpose=facts.purpose, num_labels=len(train.labels) or 1 if train and has_head else 0,
     )  # fmt: skip
 
 

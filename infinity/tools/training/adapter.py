@@ -171,10 +171,12 @@ def _new_heads(model: nn.Module, base: WeightSource) -> list[str]:
     return sorted(found - {"score", "classifier"})
 
 
-def _task_of(model: nn.Module) -> str | None:
+def _task_of(model: Any) -> str | None:
     if scores_sequences(model):
         return "SEQ_CLS"  # PEFT trains the heads of these.
-    return "CAUSAL_LM" if hasattr(model, "get_output_embeddings") else None
+    if not hasattr(model, "get_output_embeddings"):
+        return None
+    return "FEATURE_EXTRACTION" if model.get_output_embeddings() is None else "CAUSAL_LM"
 
 
 def check_new_adapters(model: Any, adapters: Sequence[AdapterConfig]) -> None:
@@ -630,7 +632,8 @@ def _is_auto_target(name: str, model: nn.Module) -> bool:
     is_mixer = any("mamba" in part or "ssm" in part for part in parts)
     rows = int(model.get_submodule(name).weight.shape[0])  # type: ignore[index]
     # A head over sequences is trained itself, and so may be what lies between it and the blocks.
-    is_head = scores_sequences(model) and not any(map(str.isdigit, parts))
+    has_other_end = _task_of(model) in ("SEQ_CLS", "FEATURE_EXTRACTION")
+    is_head = has_other_end and not any(map(str.isdigit, parts))
     return not (is_routed or is_mixer or is_head or is_router(name) or rows == 1)
 
 

@@ -12,12 +12,18 @@ from typing import Literal
 from infinity.config import JobConfig
 from infinity.config.extras import installed
 from infinity.config.hub import model_name, published_name
+from infinity.config.schema.train import Purpose
 from infinity.tools.training.report import Reporter, Summary, clock_of
 
 Event = Literal["end", "failure", "plateau"]
 
 _PATIENCE_S = 30  # For a command of the user's.
 _PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft", "diffusers")
+_TASKS: dict[Purpose, str] = {
+    "generates text": "text-generation",
+    "scores sequences": "text-classification",
+    "embeds text": "sentence-similarity",
+}
 
 
 def next_commands(config: JobConfig, summary: Summary) -> list[str]:
@@ -34,7 +40,7 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
     if summary.export_directory and config.train.diffusion is not None:
         call = "load_lora_weights" if config.adapter else "transformer.from_pretrained"
         found.append((f"pipeline.{call}({str(config.output.directory)!r})", "in diffusers"))
-    elif summary.export_directory and config.train.facts.has_head:
+    elif summary.export_directory and config.train.facts.purpose == "scores sequences":
         model = output if config.adapter is None else f"{base} --adapter {output}"
         found.append((f"infinity score {model} DATA -o scores.jsonl", "score texts"))
     elif summary.export_directory:
@@ -65,11 +71,7 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
     data = ModelCardData(
         base_model=name,
         library_name="diffusers" if shown else "transformers" if adapter is None else "peft",
-        pipeline_tag="text-to-image"
-        if shown
-        else "text-classification"
-        if config.train.facts.has_head
-        else "text-generation",
+        pipeline_tag="text-to-image" if shown else _TASKS[config.train.facts.purpose],
         tags=tags,
     )
     base = name or ("random weights" if path is None else model_name(path))

@@ -168,7 +168,7 @@ def read_records(
     if len(paths) > 1:
         place += f" and {len(paths) - 1} more files, counted together"
     method, labels, fast = config.train.method, config.train.labels, tokenizer.for_records()
-    if config.data.packing and config.train.facts.has_head:
+    if config.data.packing and config.train.facts.purpose != "generates text":
         raise ConfigError(
             f'data.packing: train.method = "{method}" scores each record by itself; expected '
             "packing = false"

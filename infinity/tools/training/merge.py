@@ -93,7 +93,7 @@ def read_changes(
         del config.quantization_config
     where, kind = str(base / "config.json"), None
     if (num_labels := num_labels_of(adapter)) is not None:
-        config.num_labels, kind = num_labels, auto_class(config, where, scores=True)
+        config.num_labels, kind = num_labels, auto_class(config, where, purpose="scores sequences")
     model = empty_model(config, config.dtype or torch.float32, where, kind=kind)
     tied: dict[int, list[str]] = {}  # The names of each parameter.
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -16,7 +16,7 @@ from infinity.config import JobConfig, Model, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.hub import in_hub_cache
 from infinity.config.schema import changed
-from infinity.config.schema.train import Train
+from infinity.config.schema.train import METHODS, Train
 from infinity.config.values import Capacity
 from infinity.errors import CapacityError, ConfigError, refusing
 from infinity.modules.reading.configuration import (
@@ -60,7 +60,7 @@ OTHER_LOGITS = frozenset({
 class ModelPlan:
     """A configuration of transformers, or the table of config.json of diffusers, and for a
     checkpoint its weights, of which none is read yet. `model_class`: the automatic class of a model
-    that scores sequences; None for any other."""
+    that scores sequences or embeds text; None for any other."""
 
     hf_config: Any
     weights: WeightSource | None
@@ -111,12 +111,12 @@ def plan_model(
 
 def _headed(hf_config: Any, train: Train | None, where: str, *, trusts_code: bool = False) -> Any:
     """Gives the configuration the labels that `train` asks for. Returns the class of a model that
-    scores sequences, or None. Raises ConfigError if transformers has no such class, and for a
+    does not generate text, or None. Raises ConfigError if transformers has no such class, and for a
     head that knows other labels."""
-    scores = train is not None and train.facts.has_head
-    kind = auto_class(hf_config, where, trusts_code=trusts_code, scores=scores)
-    if train is None or not scores:
-        return None
+    purpose = METHODS["sft"].purpose if train is None else train.facts.purpose
+    kind = auto_class(hf_config, where, trusts_code=trusts_code, purpose=purpose)
+    if train is None or purpose != "scores sequences":
+        return kind if purpose == "embeds text" else None
     known = list(hf_config.id2label.values())
     is_other = known[0] != "LABEL_0" and known != [*train.labels]
     if train.labels and is_other and names_scorer(hf_config):
@@ -195,7 +195,7 @@ def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = Fal
 
 def _refuse_other_logits(hf_config: Any, train: Train | None, where: str) -> None:
     is_other = hf_config.model_type in OTHER_LOGITS
-    if is_other and not (train is not None and train.facts.has_head):
+    if is_other and (train is None or train.facts.purpose == "generates text"):
         raise ConfigError(
             f"{where}: TRL computes a loss from the head and the last hidden states, and the "
             f"logits of {hf_config.model_type!r} are others, so it would learn from another loss; "

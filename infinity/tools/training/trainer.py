@@ -123,7 +123,7 @@ def make_trainer(
     base, _ = classes_of(config.train)
     kind = type(base.__name__, (RunTrainer, base), {"__module__": base.__module__})
     processing: Any = data.processor or (tokenizer and tokenizer.for_records())
-    if config.train.facts.has_head:  # Which finds the end of a sequence by this token.
+    if config.train.facts.purpose == "scores sequences":  # Whose end is found by this token.
         processing.pad_token = processing.pad_token or processing.eos_token
         model.config.get_text_config().pad_token_id = processing.pad_token_id
     own: dict[str, Any] = {} if grpo is None else {"reward_funcs": rewards_of(grpo)}
