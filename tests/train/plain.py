@@ -77,7 +77,7 @@ def train(
         parameter_groups(model, own), lr=own.lr, betas=own.betas, eps=own.eps, fused=True
     )
     kind, settings = KINDS[job.method]
-    if job.method == "classify":
+    if job.method in ("classify", "embed"):
         del arguments["max_length"]
     trainer = kind(
         model=model, args=settings(**arguments), optimizers=(optimizer, None),

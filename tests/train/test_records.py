@@ -326,7 +326,7 @@ def change(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("records", "data", "train", "said"),
     [
-        ([{"question": "a", "answer": "b"}] * 4, {}, {}, "have the columns question, answer; exp"),
+        ([{"asked": "a", "told": "b"}] * 4, {}, {}, "have the columns asked, told; exp"),
         (PREFERENCES, {}, {}, 'holds preferences, which .* set train.method = "dpo"'),
         (CHAT, {}, {"method": "dpo"}, "holds conversations, which .* expected chosen and rejected"),
         (CHAT, {"max_bytes": "1kB"}, {}, "data.max_bytes limits text"),

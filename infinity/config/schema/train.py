@@ -27,8 +27,16 @@ from infinity.sizes import GIB
 Nonfinite = Literal["error", "skip"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Durability = Literal["none", "checkpoint", "step"]
-Method = Literal["sft", "dpo", "reward", "classify", "distill", "grpo", "rloo", "diffusion"]
+Method = Literal[
+    "sft", "dpo", "reward", "classify", "embed", "distill", "grpo", "rloo", "diffusion"
+]  # fmt: skip
 Purpose = Literal["generates text", "scores sequences", "embeds text"]
+EmbedLoss = Literal[
+    "MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss",
+    "CachedMultipleNegativesRankingLoss", "CachedMultipleNegativesSymmetricRankingLoss",
+    "TripletLoss", "CoSENTLoss", "AnglELoss", "CosineSimilarityLoss", "ContrastiveLoss",
+    "OnlineContrastiveLoss",
+]  # fmt: skip
 Weighting = Literal["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 _Tracker = Annotated[Tracker, choice(Tracker)]
@@ -37,7 +45,7 @@ _Tracker = Annotated[Tracker, choice(Tracker)]
 class MethodFacts(NamedTuple):
     """What sets a method of training apart."""
 
-    trainer: str = "SFTTrainer"  # Of TRL; "Trainer" is that of transformers.
+    trainer: str = "SFTTrainer"  # "Trainer" is that of transformers.
     key: str = ""  # Of [train]: what this method needs, and methods without it refuse.
     records: str = ""  # In words, where it learns no text files.
     purpose: Purpose = "generates text"  # Of the model.
@@ -55,11 +63,15 @@ METHODS: dict[Method, MethodFacts] = {
         "RewardTrainer", "", "chosen and rejected", "scores sequences", num_sequences=2
     ),
     "classify": MethodFacts("Trainer", "labels", "text and label", "scores sequences"),
+    "embed": MethodFacts(
+        "SentenceTransformerTrainer", "embed", "anchor and positive", "embeds text",
+        is_of_one_rank=True, num_sequences=2,
+    ),
     "distill": MethodFacts(key="distill"),
     "grpo": MethodFacts("GRPOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
     "rloo": MethodFacts("RLOOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
     "diffusion": MethodFacts("Trainer", "diffusion", is_of_one_rank=True),
-}
+}  # fmt: skip
 
 
 class Sample(Section):
@@ -162,14 +174,26 @@ class Diffusion(Section):
     """Directory of latents and prompt embeddings, which runs may share."""
 
 
+class Embed(Section):
+    """The loss of "embed"."""
+
+    loss: Annotated[EmbedLoss, choice(EmbedLoss)]
+    """A class of sentence-transformers."""
+    options: dict[str, int | float] = Field(default_factory=dict)
+    """Its numbers, such as `scale` or `mini_batch_size`."""
+    prompts: dict[str, str] = Field(default_factory=dict)
+    """What begins the texts of a column."""
+
+
 class Train(Section):
     """The main job: `infinity train`. A trainer of TRL makes the steps."""
 
     method: Annotated[Method, choice(Method)] = "sft"
     """ "sft" learns texts, answers and completions; "dpo" learns to prefer `chosen` to `rejected`;
     "reward" trains a head that scores `chosen` above `rejected`; "classify" one that tells the
-    `label` of a `text`; "distill" learns the teacher of [train.distill]; "grpo" and "rloo" learn
-    from rewards ([train.grpo]); "diffusion" learns images with captions ([train.diffusion])."""
+    `label` of a `text`; "embed" learns embeddings ([train.embed]); "distill" learns the teacher of
+    [train.distill]; "grpo" and "rloo" learn from rewards ([train.grpo]); "diffusion" learns images
+    with captions ([train.diffusion])."""
     labels: tuple[Annotated[str, some_text("the name of a label")], ...] = ()
     """The names that "classify" tells apart, in the order of their numbers. A record has either."""
     steps: Annotated[int | None, or_off(integer(1))] = None
@@ -205,6 +229,8 @@ class Train(Section):
     """The name of the run in trackers. Default: that of the output directory."""
     dpo_beta: Annotated[float, number(above=0)] = 0.1
     """Strength with which "dpo" holds to the model before training."""
+    embed: Embed | None = None
+    """The loss of "embed"."""
     distill: Distill | None = None
     """The teacher of "distill"."""
     grpo: Grpo | None = None
@@ -286,7 +312,7 @@ _OWN_NAMES = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.model", "*.jinja", "*.partial",
     "*.py", "*.damaged-*", ".infinity*", "infinity*", "*config.json", "tokenizer*", "vocab*",
     "merges.txt", "*tokens*.json", "*chat_template*", "readme.md", "summary.json", "best",
-    "checkpoints", "encoded", "shards.json",
+    "checkpoints", "encoded", "shards.json", "modules.json", "config_sentence*", "[0-9]_*",
 )  # fmt: skip
 
 

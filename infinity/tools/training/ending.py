@@ -40,6 +40,8 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
     if summary.export_directory and config.train.diffusion is not None:
         call = "load_lora_weights" if config.adapter else "transformer.from_pretrained"
         found.append((f"pipeline.{call}({str(config.output.directory)!r})", "in diffusers"))
+    elif summary.export_directory and config.train.embed is not None:
+        found.append((f"SentenceTransformer({str(config.output.directory)!r})", "in Python"))
     elif summary.export_directory and config.train.facts.purpose == "scores sequences":
         model = output if config.adapter is None else f"{base} --adapter {output}"
         found.append((f"infinity score {model} DATA -o scores.jsonl", "score texts"))
@@ -67,10 +69,13 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
 
     path, adapter, shown = config.model.path, config.adapter, config.train.diffusion
     name = None if path is None else published_name(path)
+    library = "diffusers" if shown else "transformers" if adapter is None else "peft"
+    if config.train.embed is not None:
+        library = "sentence-transformers"
     tags = ["infinity", kind, *([] if adapter is None else [adapter.method])]
     data = ModelCardData(
         base_model=name,
-        library_name="diffusers" if shown else "transformers" if adapter is None else "peft",
+        library_name=library,
         pipeline_tag="text-to-image" if shown else _TASKS[config.train.facts.purpose],
         tags=tags,
     )

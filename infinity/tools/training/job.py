@@ -24,10 +24,11 @@ from infinity.modules.tiling.layers import Tiled
 from infinity.tools.training.adapter import adapter_nbytes
 from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.denoising import Denoising
+from infinity.tools.training.embedding import digest_of, token_ids
 from infinity.tools.training.ending import versions
 from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
 from infinity.tools.training.latents import cache_of, measure_images
-from infinity.tools.training.methods import batch_of, measure_prompts, sampler_of
+from infinity.tools.training.methods import batch_of, classes_of, measure_prompts, sampler_of
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
@@ -89,6 +90,7 @@ def prepare(
     if config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)
     batch_of(config)
+    classes_of(config.train)
     sampler = sampler_of(config)
     read = read_model(config)
     model = build_model(read[0], config, configs[1:])
@@ -181,13 +183,18 @@ def _measured(trainer: Any, config: JobConfig, data: JobData) -> tuple[int, int,
         return measure_prompts(trainer, config)
     if config.train.diffusion is not None:
         return measure_images(trainer.train_dataset, cache_of(config))
-    return measure(trainer.train_dataset, data.files, config.data.sequence_length)
+    rows = trainer.train_dataset
+    if config.train.embed is not None:
+        rows = token_ids(rows, trainer.model)
+    return measure(rows, data.files, config.data.sequence_length)
 
 
 def _others(trainer: Any, config: JobConfig) -> dict[str, str]:
     found = {} if trainer.teacher is None else {"teacher": trainer.teacher.sha256}
     if trainer.denoising is not None:
         found["numbers of VAE and scheduler"] = trainer.denoising.sha256()
+    if config.train.embed is not None:
+        found["modules of sentence-transformers"] = digest_of(trainer.model)
     options = config.train.grpo
     if options is not None and (path := options.reward_model) is not None:
         is_safe = any(path.glob("*.safetensors"))

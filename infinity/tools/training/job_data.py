@@ -26,6 +26,7 @@ import numpy.typing as npt
 from infinity.config import DataSource, JobConfig
 from infinity.errors import ConfigError, StorageError
 from infinity.tools.training.data_files import collect_files, read_utf8
+from infinity.tools.training.embedding import check_columns
 from infinity.tools.training.images import learned_images, open_processor
 from infinity.tools.training.latents import load_images
 from infinity.tools.training.records import (
@@ -170,13 +171,16 @@ def read_records(
     method, labels, fast = config.train.method, config.train.labels, tokenizer.for_records()
     if config.data.packing and config.train.facts.purpose != "generates text":
         raise ConfigError(
-            f'data.packing: train.method = "{method}" scores each record by itself; expected '
+            f'data.packing: train.method = "{method}" takes each record by itself; expected '
             "packing = false"
         )
     found = load_records(paths, vocab_size=vocab_size, labels=labels)
     if labels:
         return labelled_ids(found, fast, config.data.sequence_length, place), "labelled texts", None
     kind = kind_of(found, method=method, place=place)
+    if config.train.embed is not None:
+        check_columns(found.column_names, config.train.embed, place)
+        return found, kind, None
     only = config.data.assistant_only_loss
     if "images" not in found.column_names:
         made = mark_conversations(found, fast, place, kind=kind, assistant_only=only)
@@ -212,7 +216,7 @@ def measure(dataset: Any, files: Sequence[TokenFile], length: int) -> tuple[int,
         name for name in sorted(dataset.column_names) if name == "labels" or name.endswith("_ids")
     ]
     sha256, count, largest = hashlib.sha256(), 0, 0
-    for name in {"label", "margin"} & {*dataset.column_names}:
+    for name in {"label", "margin", "score"} & {*dataset.column_names}:
         sha256.update(json.dumps(dataset[name][:]).encode())
     for rows in dataset.select_columns(columns).with_format("arrow").iter(_READ_ROWS):
         for name in columns:

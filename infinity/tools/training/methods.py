@@ -13,6 +13,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +23,24 @@ from infinity.config.swap import JobConfig
 from infinity.errors import ConfigError, refusing
 from infinity.integrations.rollouts import generates
 from infinity.integrations.sampler import ServerSampler
+from infinity.tools.training.embedding import batches
 from infinity.tools.training.job_data import JobData
 
 
 def classes_of(train: Train) -> tuple[Any, Any]:
-    """Returns the class of TRL or transformers that makes the steps, and that of its arguments."""
+    """Returns the class that makes the steps, and that of its arguments. Raises ConfigError."""
     import transformers
     import trl
 
     name = train.facts.trainer
     if name == "Trainer":
         return transformers.Trainer, transformers.TrainingArguments
+    if train.embed is not None:
+        with refusing('train.method: "embed" needs sentence-transformers 6', ImportError):
+            import sentence_transformers.base.sampler
+
+        library: Any = sentence_transformers
+        return getattr(library, name), library.SentenceTransformerTrainingArguments
     return getattr(trl, name), getattr(trl, f"{name.removesuffix('Trainer')}Config")
 
 
@@ -178,10 +186,12 @@ def trainer_arguments(config: JobConfig, data: JobData) -> Any:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    if train.facts.trainer != "Trainer" and train.grpo is None:
+    if train.facts.trainer != "Trainer" and train.grpo is None and train.embed is None:
         options |= {"max_length": config.data.sequence_length}
     if train.diffusion is not None:
         options |= {"remove_unused_columns": False, "label_names": ["moments"]}
+    elif train.embed is not None:
+        options |= {"prompts": dict(train.embed.prompts), "batch_sampler": partial(batches, config)}
     elif train.grpo is not None:
         options |= arguments_of(train.grpo, config)
     elif train.method == "dpo":
@@ -223,6 +233,11 @@ def _learns_completions(config: JobConfig, data: JobData) -> bool | None:
 def batch_of(config: JobConfig) -> tuple[int, int]:
     """Returns (sequences of a micro-batch, micro-batches of a step)."""
     train, most = config.train, config.schedule.micro_batch
+    if train.embed is not None and most is not None:
+        raise ConfigError(
+            'schedule.micro_batch: expected none with train.method = "embed", whose loss compares '
+            f"the records of a batch and calls the model for each text; got {most}"
+        )
     if most is None or most >= train.batch_size:
         return train.batch_size, train.gradient_accumulation_steps
     if train.batch_size % most:

@@ -199,7 +199,7 @@ def _refuse_other_logits(hf_config: Any, train: Train | None, where: str) -> Non
         raise ConfigError(
             f"{where}: TRL computes a loss from the head and the last hidden states, and the "
             f"logits of {hf_config.model_type!r} are others, so it would learn from another loss; "
-            'expected another model, or train.method = "reward" or "classify"'
+            'expected another model, or train.method = "reward", "classify" or "embed"'
         )
 
 

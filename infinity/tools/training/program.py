@@ -58,6 +58,7 @@ from infinity.integrations.windows import why_plain
 from infinity.storage.shards import ShardFiles
 from infinity.tools.training.adapter import save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
+from infinity.tools.training.embedding import save_modules
 from infinity.tools.training.ending import Event, model_card, next_commands, notify
 from infinity.tools.training.job import Job, prepare
 from infinity.tools.training.methods import batch_of
@@ -146,6 +147,9 @@ class Products:
     def _write_weights(self, directory: Path) -> None:
         job = self._job
         tokenizer = job.data.processor or (job.tokenizer and job.tokenizer.tokenizer)
+        if self._config.train.embed is not None:
+            save_modules(job.trainer.model, directory)
+            tokenizer = None
         with self._summary.phase("export_s"):
             if self._config.adapter is not None:
                 name = self._config.adapter.peft_name

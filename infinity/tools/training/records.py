@@ -36,14 +36,22 @@ from infinity.tools.training.images import place_images
 
 _log = logging.getLogger("infinity")
 
-_PREFERENCES = METHODS["dpo"].records
+_OF_METHODS = {"preferences": METHODS["dpo"].records, "pairs": METHODS["embed"].records}
 MASKS = ("labels", "assistant_masks", "completion_mask", "seq_lengths")
 
-Kind = Literal["conversations", "completions", "preferences", "texts", "tokens", "labelled texts"]
+Kind = Literal[
+    "conversations", "completions", "preferences", "texts", "tokens", "labelled texts", "pairs"
+]  # fmt: skip
 _KindColumns: TypeAlias = tuple[Kind, tuple[str, ...], tuple[str, ...]]
 _TEMPLATE = ("tools", "functions", "chat_template_kwargs", "system")
 _NUMBERS = ("ref_chosen_logps", "ref_rejected_logps", "margin")
 _ALPACA = ("instruction", "input", "history")
+_SCORES = ("score", "label")
+_NEGATIVES = ("negative", *(f"negative_{number}" for number in range(100)))
+_PAIRS = (
+    ("anchor", "positive"), ("query", "positive"), ("query", "answer"), ("question", "answer"),
+    ("sentence1", "sentence2"),
+)  # fmt: skip
 # The columns that make a kind, the first that fits, and those that it takes beside them. `_REFUSED`
 # are refused beside them, and all others are left out: ultrachat_200k has `prompt` beside messages.
 _KINDS: tuple[_KindColumns, ...] = (
@@ -57,6 +65,7 @@ _KINDS: tuple[_KindColumns, ...] = (
     ("conversations", ("conversations",), (*_TEMPLATE, *IMAGE_COLUMNS)),
     ("conversations", ("instruction", "output"), ("input", "history", *_TEMPLATE)),
     ("texts", ("text",), ()),
+    *(("pairs", pair, (*_NEGATIVES, *_SCORES)) for pair in _PAIRS),
 )  # fmt: skip
 # Columns that change what a record means, where its kind does not take them.
 _REFUSED = (
@@ -66,7 +75,7 @@ _REFUSED = (
 )  # fmt: skip
 _ALL_COLUMNS = (
     "messages (or ShareGPT's conversations); prompt and completion; instruction and output; chosen "
-    "and rejected; text; or input_ids"
+    "and rejected; anchor and positive; text; or input_ids"
 )
 _OPTIONAL = ("tools", "chat_template_kwargs")
 _FORM = 2  # Of the tables in the cache of `datasets`. Raise it when a record becomes another one.
@@ -155,10 +164,12 @@ def kind_of(dataset: Any, *, method: Method, place: str) -> Kind:
     """Returns the kind of records by their columns. Raises ConfigError for other columns, and for
     a kind that `train.method` cannot learn."""
     kind = kind_of_columns(dataset.column_names, place)
-    if (kind == "preferences") != (METHODS[method].records == _PREFERENCES):
-        remedy = f"expected {_PREFERENCES}"
-        if kind == "preferences":
-            remedy = 'set train.method = "dpo" or "reward"'
+    wanted, own = METHODS[method].records, _OF_METHODS.get(kind, "")
+    if own != wanted:
+        remedy = f"expected {wanted}"
+        if not wanted:
+            names = (f'"{name}"' for name, facts in METHODS.items() if facts.records == own)
+            remedy = f"set train.method = {' or '.join(names)}"
         raise ConfigError(
             f'data.paths: {place} holds {kind}, which train.method = "{method}" does not learn; '
             f"{remedy}"
@@ -328,6 +339,8 @@ def _record_of(
         return kind, tokens_of(fields, at, vocab_size)
     if kind == "texts":
         return kind, {"text": text_of(fields.get("text"), f"{at}: text")}
+    if kind == "pairs":
+        return kind, _pair(fields, wanted, at)
     form = {"completions": _completion, "preferences": _preference}.get(kind, _conversation)
     record = form(fields, at)
     images = place_images(record, fields, folder, at)
@@ -387,6 +400,18 @@ def _completion(record: Row, at: str) -> Row:
         "prompt": _prompt(messages_of(prompt, at, "prompt"), record, at),
         "completion": _answer(completion, at, "completion"),
     }
+
+
+def _pair(record: Row, wanted: Sequence[str], at: str) -> Row:
+    names = [*wanted, *(name for name in _NEGATIVES if name in record)]
+    found: Row = {name: text_of(record.get(name), f"{at}: {name}") for name in names}
+    empty = next((name for name in names if not found[name].strip()), None)
+    if empty is not None:
+        raise ConfigError(f"{at}: {empty}: it has no token to embed")
+    scores = [_number(record[name], f"{at}: {name}") for name in _SCORES if name in record]
+    if len(scores) > 1:
+        raise ConfigError(f"{at}: it has a score and a label; expected one of them")
+    return found | dict.fromkeys(["score"] * len(scores), *scores)
 
 
 def _preference(record: Row, at: str) -> Row:

@@ -57,9 +57,10 @@ def choices(config: SwapConfig) -> list[AutoValue]:
     found = []
     if config.model is not None and config.precision.compute == "auto":
         found.append(_compute_of(config.model))
-    if config.every_adapter and config.train and config.schedule.micro_batch is None:
+    train, may_divide = config.train, config.schedule.micro_batch is None
+    if config.every_adapter and train and train.embed is None and may_divide:
         reason = "a step of an adapter fetches each block once for all its batches"
-        found.append(AutoValue("schedule.micro_batch", config.train.batch_size, reason))
+        found.append(AutoValue("schedule.micro_batch", train.batch_size, reason))
     reason = "an adapter is small: memory first, drives for the rest"
     kinds = _kinds_of_adapter(config)
     found += [AutoValue(f"placement.{kind}", _ADAPTER_TIERS, reason) for kind in kinds]

@@ -37,6 +37,7 @@ from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.private.torch import tree_leaves
 from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.divergence import give_head, taught
+from infinity.tools.training.embedding import loss_of, wrapped
 from infinity.tools.training.job_data import JobData, check_amount
 from infinity.tools.training.latents import cache_of, collate
 from infinity.tools.training.methods import (
@@ -127,6 +128,10 @@ def make_trainer(
         processing.pad_token = processing.pad_token or processing.eos_token
         model.config.get_text_config().pad_token_id = processing.pad_token_id
     own: dict[str, Any] = {} if grpo is None else {"reward_funcs": rewards_of(grpo)}
+    trained = model
+    if config.train.embed is not None and tokenizer is not None:
+        trained, processing = wrapped(model, config, tokenizer), None
+        own["loss"] = loss_of(config.train.embed, trained)
     if tokenizer is None:
         own["data_collator"] = partial(collate, cache_of(config))
     if reference is not None and config.train.method == "dpo":
@@ -139,7 +144,7 @@ def make_trainer(
     kinds = (ValueError, TypeError, KeyError, RuntimeError, IndexError)
     with refusing("TRL refuses the run", *kinds):
         trainer = kind(
-            model=model,
+            model=trained,
             args=trainer_arguments(config, data),
             train_dataset=data.train,
             eval_dataset=data.held_out if config.train.eval_every else None,
@@ -318,6 +323,13 @@ class RunTrainer(OffloadedTrainer):
 
     # The model is on meta when the trainer is made, and placed when it trains.
 
+    def prepare_loss(self, loss: Any, model: Any) -> Any:
+        """Moves the model of a loss of sentence-transformers nowhere."""
+        return loss
+
+    def add_model_card_callback(self, default_args_dict: Any) -> None:
+        """Leaves out the card of sentence-transformers: the run writes its own."""
+
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         return None
 
@@ -371,9 +383,9 @@ class RunTrainer(OffloadedTrainer):
         now.losses.append(float(loss))
         now.total = now.total + loss.detach().float().cpu()
         # What is generated has no mask of both parts. That of preferences has completions in it.
-        parts = ("attention",) if "attention_mask" in inputs else ("prompt", "completion")
-        masks = [inputs.get(f"{part}_mask") for part in parts]
-        counts = [int(mask.sum()) for mask in masks if mask is not None]
+        masks = [inputs[name] for name in inputs if name.endswith("attention_mask")]
+        parts = [name for name in ("prompt_mask", "completion_mask") if name in inputs]
+        counts = [int(mask.sum()) for mask in masks or [inputs[name] for name in parts]]
         if self.denoising is not None:
             counts = [int(inputs["num_tokens"].sum())]
         now.num_tokens += sum(counts) if counts else inputs["input_ids"].numel()
