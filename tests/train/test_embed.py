@@ -4,6 +4,7 @@ died, too; what is written is a SentenceTransformer."""
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3Model,
 )
+from typer.testing import CliRunner
 
 from infinity.errors import ConfigError
+from infinity.tools.cli import app
 from infinity.tools.training.job_data import split_rows
 from tests.integrations.test_sentence_transformers import SMALL, losses, st, steps, vectors
 from tests.integrations.test_trl import datasets, texts, tokenizer
@@ -27,7 +30,7 @@ from tests.support.forked import COMMAND, Script
 
 from . import plain
 from .jobs import HELD, lines_of, metrics, run, wait_for_steps
-from .record_jobs import adapter_job
+from .record_jobs import adapter_job, write
 
 modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
 BERT = BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -159,6 +162,25 @@ def test_a_run_that_was_killed_in_a_second_epoch_goes_on_as_if_it_had_not_been(
     assert [held[2], held[5]] == [row["eval_loss"] for row in log if "eval_loss" in row][:2]
     found = st.SentenceTransformer(table["output"]["directory"], device="cpu")
     assert torch.equal(vectors(found), vectors(model))
+
+
+@pytest.mark.parametrize(("name", "records"), [("bert", PAIRS), ("causal", SCORED)])
+def test_a_new_file_is_planned_and_trains(
+    tmp_path: Path, directories: Path, name: str, records: list[Any]
+) -> None:
+    file, data = tmp_path / "job.toml", write(tmp_path / "data.jsonl", records)
+    made = CliRunner().invoke(
+        app, ["new", str(directories / name), "--data", str(data), "-o", str(file)]
+    )
+    assert made.exit_code == 0, made.output
+    table = tomllib.loads(file.read_text())
+    loss = RANKING if records is PAIRS else "CoSENTLoss"
+    assert table["train"]["embed"] == {"loss": loss} and "schedule" not in table
+    planned = CliRunner().invoke(app, ["plan", str(file)])
+    assert planned.exit_code == 0 and "fits this machine" in planned.output
+    table["train"] |= {"steps": 1, "warmup_steps": 0}
+    run(table)
+    assert len(st.SentenceTransformer(table["output"]["directory"], device="cpu")) == 2
 
 
 @pytest.mark.parametrize(

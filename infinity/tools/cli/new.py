@@ -121,8 +121,9 @@ def write_new(asked: NewOptions) -> None:
     is measured, CapacityError with the key to change if nothing fits."""
     _refuse(asked)
     from infinity.plan.directory import read_directory
+    from infinity.tools.plan.data_facts import purpose_of
 
-    directory = read_directory(asked.directory)
+    directory = read_directory(asked.directory, purpose=purpose_of(asked.data or ()))
     _refuse_model(asked, directory)
     wish = _wish(asked, directory)
     machine, found, forecast = _decide(asked, wish, directory)

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from infinity.config import SwapConfig
+from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
 from infinity.sizes import MIB
 from infinity.tools.training.data_files import collect_files, is_records, read_rows, texts_in
@@ -26,7 +27,7 @@ from infinity.tools.training.tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-IMAGES = "records with images"
+IMAGES, PAIRS, SCORED = "records with images", "pairs", "scored pairs"
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB
 _MARKS = 8  # Tokens that a template writes around a message,
@@ -38,20 +39,30 @@ class DataFacts:
     """The content of the files. For text, `num_records` is 0. `longest`: the tokens of the longest
     record that was tokenised. `is_exact`: all of the data was tokenised."""
 
-    noun: str  # "conversations", "records", `IMAGES` or "text".
+    noun: str  # "conversations", "records", "text" or a name above.
     num_records: int
     num_tokens: int
     longest: int
     is_exact: bool
 
 
+def purpose_of(paths: Sequence[Path]) -> Purpose:
+    """Returns what a model is for that learns the records of these files."""
+    records = _files(paths)[1]
+    is_pairs = records and kind_of_columns([*first_record(records)], str(records[0])) == "pairs"
+    return "embeds text" if is_pairs else "generates text"
+
+
+def _files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    table = {"data": {"paths": [str(path.resolve()) for path in paths]}}
+    data = SwapConfig.load(table).data if paths else None
+    return ([], []) if data is None else collect_files(data.paths)
+
+
 def read_data(paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = None) -> DataFacts:
     """Returns the facts of files and directories, as `data.paths` means them. Raises ConfigError
     for what `infinity train` would refuse, with sequences of at most `length` tokens."""
-    table = {"data": {"paths": [str(path.resolve()) for path in paths]}}
-    data = SwapConfig.load(table).data
-    assert data is not None
-    texts, records = collect_files(data.paths)
+    texts, records = _files(paths)
     if records and "chosen" in first_record(records):
         raise ConfigError(
             f"data.paths: {records[0]} holds preferences, and what is written here has "
@@ -96,25 +107,30 @@ def _read(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
             "train.labels learns them in place of the texts", file,
         )  # fmt: skip
     learned = set(needed_columns(list(first)))
+    noun = "conversations" if kind == "conversations" else "records"
+    if kind == "pairs":
+        noun = SCORED if learned & {"score", "label"} else PAIRS
     lengths: list[int] = []
-    sampled_nbytes, is_exact = 0, True
+    sampled_nbytes, longest, is_exact = 0, 0, True
     for record in chain([first], records):
         if has_images(record):
             return _with_images(file, tokenizer, length)
         texts = list(texts_in([value for key, value in record.items() if key in learned]))
         turns = record.get("messages", record.get("conversations"))
         messages = len(turns) if isinstance(turns, list) else 2
-        lengths.append(sum(len(tokenizer.encode(text)) for text in texts) + marks * messages)
+        counts = [len(tokenizer.encode(text)) for text in texts]
+        lengths.append(sum(counts) + marks * messages)
+        longest = max(longest, max(counts, default=0) + marks if kind == "pairs" else lengths[-1])
         sampled_nbytes += sum(len(text.encode(errors="replace")) for text in texts)
         if sampled_nbytes >= _SAMPLE_NBYTES:
             is_exact = next(records, None) is None
             break
     count = len(lengths) if is_exact else _count(file, len(lengths), sampled_nbytes)
     return DataFacts(
-        "conversations" if kind == "conversations" else "records",
+        noun,
         count,
         sum(lengths) * count // len(lengths),
-        max(lengths),
+        longest,
         is_exact,
     )
 

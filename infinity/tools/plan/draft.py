@@ -19,7 +19,7 @@ from infinity.errors import CapacityError
 from infinity.plan.hardware import UNSURE, Hardware
 from infinity.plan.predict import Forecast
 from infinity.sizes import GIB, MIB, align_up, format_nbytes
-from infinity.tools.plan.data_facts import IMAGES, DataFacts
+from infinity.tools.plan.data_facts import IMAGES, PAIRS, SCORED, DataFacts
 from infinity.tools.plan.report import duration, flops, sentences
 
 Table = dict[str, Any]
@@ -39,6 +39,7 @@ _CHECKPOINT_EVERY_S = 600
 # Of available memory. A model that computes on the host needs the rest for activations.
 _HOST_PERCENT = {True: 75, False: 50}
 _EVALUATIONS = 5
+_LOSSES = {PAIRS: "MultipleNegativesRankingLoss", SCORED: "CoSENTLoss"}
 _SPARE_NBYTES = 256 * MIB
 
 
@@ -151,6 +152,9 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
             {"rank": rank, "alpha": 2.0 * chosen.get("rank", rank)} | chosen
             for chosen in wish.sweep
         ]
+    if wish.data is not None and wish.data.noun in _LOSSES:
+        del table["schedule"]
+        table["train"] |= {"method": "embed", "embed": {"loss": _LOSSES[wish.data.noun]}}
     if table["data"]["held_out"]:
         table["train"] |= {"eval_every": max(1, batch.steps // _EVALUATIONS), "eval_batches": 2}
     return Draft(
