@@ -28,7 +28,7 @@ from infinity.observe import Counters
 from infinity.private.torch import TensorBase
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Shard, ShardSegment
-from infinity.state.store import LocalStore, StateRange, StateStore, Transfer
+from infinity.state.store import DeviceLocation, LocalStore, StateRange, StateStore, Transfer
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
 from infinity.storage.daemon_threads import DaemonThreads
@@ -315,31 +315,30 @@ class DistributedStore(StateStore):
                     return
         windows = self._reading[reader]
         reads: deque[Transfer] = deque()
+        # A drive reads pages. On a device the bytes beside a part may be on their way there.
+        is_on_device = isinstance(self.location(unit, state_kind), DeviceLocation)
+        page_nbytes = 1 if is_on_device else PAGE_NBYTES
         parts = [part for start, stop in ranges for part in _windows_of(start, stop)]
+        pages = [(align_down(low, page_nbytes), align_up(high, page_nbytes)) for low, high in parts]
         try:
             for index, (start, stop) in enumerate(parts):
                 while len(reads) < min(len(windows), len(parts) - index):
                     ahead = index + len(reads)
-                    block = windows[ahead % len(windows)]
-                    reads.append(self._read_part(unit, state_kind, parts[ahead], block))
+                    low, high = pages[ahead]
+                    read = self.local.read(
+                        unit, state_kind, windows[ahead % len(windows)], priority=Priority.FORWARD,
+                        offset_nbytes=low, nbytes=high - low,
+                    )  # fmt: skip
+                    reads.append(read)
                 reads[0].wait()
                 reads.popleft()
-                low = align_down(start, PAGE_NBYTES)
+                low, _ = pages[index]
                 window = self._host.tensor(windows[index % len(windows)])
                 yield _memory_of(window[start - low : stop - low])
         finally:
             for read in reads:  # The windows are used again.
                 with contextlib.suppress(StorageError):
                     read.wait()
-
-    def _read_part(
-        self, unit: Unit, kind: StateKind, part: tuple[int, int], window: Block
-    ) -> Transfer:
-        """Reads the pages of a part into the start of a window."""
-        low, high = align_down(part[0], PAGE_NBYTES), align_up(part[1], PAGE_NBYTES)
-        return self.local.read(
-            unit, kind, window, priority=Priority.FORWARD, offset_nbytes=low, nbytes=high - low
-        )
 
     def _bring_local(
         self, index: int, segments: Sequence[ShardSegment], sinks: Sequence[torch.Tensor]

@@ -122,18 +122,20 @@ def test_ranks_have_the_bits_of_a_sum_in_rank_order(job: str) -> None:
 
 
 def test_ranks_that_see_one_batch_have_the_bits_of_one_rank() -> None:
-    """Halving and adding twice is exact. The shards split blocks of moments with one scale, and
-    tiles."""
+    """Halving and adding twice is exact. The shards split blocks of moments with one scale, tiles,
+    and pages of weights on a device, which each rank reads beside what others write there."""
     cases = [
         Case(1, moments="8bit", compute="bfloat16", is_shared=True),
         Case(3, NVME, moments="8bit", compute="bfloat16", is_shared=True),
         Case(2, MIXED, moments="8bit", tile=1 << 20, model="wide", is_shared=True, steps=2),
         Case(3, tile=1 << 20, model="wide", is_shared=True, steps=2),
+        Case(1, {"parameters": "device"}, moments="8bit", simulated=True, is_shared=True, steps=2),
     ]
     [alone] = run_ranks(1, train_all, cases)
-    for runs in run_ranks(2, train_all, cases):
-        for case, found, wanted in zip(cases, runs, alone, strict=True):
-            assert_same_run(found, wanted, str(case))
+    for count, first in ((2, 0), (4, -1)):
+        for runs in run_ranks(count, train_all, cases[first:]):
+            for case, found, wanted in zip(cases[first:], runs, alone[first:], strict=True):
+                assert_same_run(found, wanted, str(case))
 
 
 def test_one_rank_is_as_without_ranks() -> None:
