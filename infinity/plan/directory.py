@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from infinity.checkpoint.huggingface.import_weights import (
     ImportPlan,
     weight_source,
@@ -30,6 +32,7 @@ from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
 from infinity.plan.files import refuse_no_model
 from infinity.plan.frozen_base import (
+    Matrices,
     PlannedPart,
     StoredModel,
     stored_bytes,
@@ -97,37 +100,49 @@ def read_directory(
     quantization = quantization_of(table, str(directory))
     said = "not quantised" if quantization is None else method_of(quantization) or "quantised"
     source = weight_source(directory)
-    stored = _stored(source.plan(model, ignore=ignore), shape, places_of(model), said)
+    stored = _stored(source.plan(model, ignore=ignore), shape, model, said)
     return ModelDirectory(
         directory, shape, stored, tuple(Path(file.path) for file in source.identities)
     )
 
 
-def _stored(
-    plan: ImportPlan, shape: ModelShape, places: Mapping[str, PartKey], format_name: str
-) -> StoredModel:
+def _stored(plan: ImportPlan, shape: ModelShape, model: Any, format_name: str) -> StoredModel:
     """Returns the bytes of each part. A tensor of several targets is in the place of the first."""
     sources: defaultdict[PartKey, list[str]] = defaultdict(list)
+    matrices: defaultdict[PartKey, Matrices] = defaultdict(tuple)
+    places, tensors = places_of(model), plan.stored()
     for planned in plan.groups:
         targets = (plan.view.targets[name] for name in planned.targets if name in plan.view.targets)
         names = [name for target in targets for name in target.parameter_names]
-        if names:
-            sources[places[names[0]]] += planned.group.source_names
+        if not names:
+            continue
+        kind = type(model.get_submodule(names[0].rpartition(".")[0]))
+        key, found = places[names[0]], tensors.get(names[0])
+        is_apart = found and not key[1] and len(planned.targets) == 1
+        if is_apart and kind in (nn.Linear, nn.Embedding):  # The engine divides these.
+            size = tuple(model.get_parameter(names[0]).shape)
+            matrix = replace(_part(plan.source, planned.group.source_names), tensor=found or ())
+            matrices[key] += ((size, matrix),)
+        else:
+            sources[key] += planned.group.source_names
     parts = {}
-    for (place, is_routed), names in sources.items():
-        block = shape.blocks[place] if is_routed and isinstance(place, int) else None
+    for key in {**sources, **matrices}:
+        block = shape.blocks[key[0]] if key[1] and isinstance(key[0], int) else None
         num_experts = block.num_experts if block is not None else 0
-        parts[place, is_routed] = _part(plan.source, names, num_experts)
+        parts[key] = _part(plan.source, sources[key], num_experts, matrices[key])
     unused = PlannedPart(plan.source.nbytes - sum(part.nbytes for part in parts.values()))
     stored = StoredModel({**parts, ("unused", False): unused}, format_name)
     return replace(stored, formats="; ".join([format_name, *_left_out(stored, shape)]))
 
 
-def _part(source: WeightTensors, names: Iterable[str], num_experts: int) -> PlannedPart:
+def _part(
+    source: WeightTensors, names: Iterable[str], num_experts: int = 0, matrices: Matrices = ()
+) -> PlannedPart:
     """Returns the bytes of logical tensors, and where they are: by expert, of routed experts."""
     ranges: defaultdict[int, list[FileRange]] = defaultdict(list)
     stacks: list[FileRange] = []
-    nbytes, is_encoded = 0, False
+    nbytes = sum(matrix.nbytes for _, matrix in matrices)
+    is_encoded = any(matrix.is_encoded for _, matrix in matrices)
     for name in names:
         codec, own = source.stored(name)
         nbytes += sum(part.nbytes for part in own)
@@ -140,7 +155,7 @@ def _part(source: WeightTensors, names: Iterable[str], num_experts: int) -> Plan
             ranges[number if number < num_experts else 0] += own
     if num_experts:
         return PlannedPart(nbytes, is_encoded, stored_experts(ranges, stacks, num_experts))
-    return PlannedPart(nbytes, is_encoded, stored_bytes(ranges[0]))
+    return PlannedPart(nbytes, is_encoded, stored_bytes(ranges[0]), matrices)
 
 
 def _left_out(stored: StoredModel, shape: ModelShape) -> Iterator[str]:

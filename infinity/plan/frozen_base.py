@@ -25,12 +25,17 @@ class PlannedPart:
     decodes before it computes with them.
 
     `tensor` has the ranges of the files, as a parameter of the planned shape: bytes, or a row for
-    each expert. It is empty if the files are not there.
+    each expert. It is empty if the files are not there. `matrices` are counted among the bytes, and
+    are not in `tensor`: by shape, those that the engine may divide by rows.
     """
 
     nbytes: int
     is_encoded: bool = False
     tensor: StoredTensor = ()
+    matrices: Matrices = ()
+
+
+Matrices = tuple[tuple[tuple[int, ...], PlannedPart], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
     name, formatted = stored.format, frozenset(stored.parts)
 
     def part(weights: Iterable[Weight], place: Place = "norm") -> PlannedPart:
-        nbytes, is_encoded = 0, False
+        nbytes, is_encoded, matrices = 0, False, []
         for weight in weights:
             is_matrix = weight.is_linear or (place in formatted and len(weight.shape) == 2)
             is_code = is_matrix and bool({weight.part, place} & formatted)
@@ -126,9 +131,11 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
                 stacked, rows = [*stacked, 2], rows // 2  # Files have the two apart.
             own = stored.of(place if place in formatted else weight.part) if is_code else PLAIN
             one_nbytes = stored_nbytes(own, rows, columns)
+            if len(weight.shape) == 2 and (weight.is_linear or place in ("embedding", "head")):
+                matrices.append((weight.shape, PlannedPart(one_nbytes, is_code)))
             nbytes += math.prod(stacked) * one_nbytes
             is_encoded |= is_code
-        return PlannedPart(nbytes, is_encoded)
+        return PlannedPart(nbytes, is_encoded, matrices=tuple(matrices))
 
     parts: dict[PartKey, PlannedPart] = {
         ("embedding", False): part(shape.embedding, "embedding"),

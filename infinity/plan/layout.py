@@ -62,9 +62,10 @@ class PlannedWeight:
         return math.prod(self.facts.shape) * self.facts.dtype.itemsize
 
     def tiles(self, starts: Sequence[int]) -> list[PlannedWeight]:
-        """Returns its rows from each start to the next."""
+        """Returns its rows from each start to the next; nothing where a codec cannot divide it."""
         facts, parts = self.facts, stored_tiles(self.stored, starts)
-        assert parts is not None
+        if parts is None:
+            return []
         return [
             replace(
                 self,
@@ -119,12 +120,12 @@ class UnitTensors:
         for name, tensors, alignment in self.divisible():
             nbytes, num_rows = nbytes_of(tensors), tensors[0].facts.shape[0]
             rows = CutRows(num_rows, nbytes, nbytes // max(num_rows, 1), alignment)
-            if starts := rows.starts(limit_nbytes):
+            starts = rows.starts(limit_nbytes)
+            cut = [tensor.tiles(starts) for tensor in tensors] if starts else [[]]
+            if all(cut):
                 gone += tensors
-                parts = zip(*(tensor.tiles(starts) for tensor in tensors), strict=True)
-                tiles += [
-                    UnitTensors(f"{name}.tiles.{index}", part) for index, part in enumerate(parts)
-                ]
+                parts = enumerate(zip(*cut, strict=True))
+                tiles += [UnitTensors(f"{name}.tiles.{index}", part) for index, part in parts]
         left = tuple(t for t in self.tensors if not any(t is other for other in gone))
         return [UnitTensors(self.name, left)] * bool(left), tiles
 

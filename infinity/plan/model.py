@@ -23,7 +23,7 @@ from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_table
 from infinity.modules.reading.discover import discover_units
 from infinity.modules.reading.dtypes import Dtypes
-from infinity.plan.frozen_base import StoredModel, stored_of_shape
+from infinity.plan.frozen_base import PlannedPart, StoredModel, stored_of_shape
 from infinity.plan.layout import (
     FrozenBase,
     ModuleWork,
@@ -143,8 +143,9 @@ def model_of_shape(
         if stored is None:
             active = {weight.name: weight.numel * (weight in heads) for weight in weights}
             return _trained(name, weights, dtype, active)
-        tensor = _stored(f"{name}.weight", stored, place, numel_of(weights), dtype)
-        return UnitTensors(name, (replace(tensor, multiplied=numel_of(heads)),))
+        first, *others = _stored(f"{name}.weight", stored, place, numel_of(weights), dtype)
+        others = [replace(tensor, multiplied=0) for tensor in others]
+        return UnitTensors(name, (replace(first, multiplied=numel_of(heads)), *others))
 
     add(
         outside("embedding", "embedding", shape.embedding),
@@ -198,10 +199,10 @@ def _units_of_block(
         units.append(_trained(name, (weight,), dtype, {weight.name: of_adapters[1]}))
     frozen = f"{name} (frozen)" if units else name
     params = block.numel(of_experts=False)
-    tensors = [_stored(f"{frozen}.weights", stored, layer, params, dtype)]
+    tensors = _stored(f"{frozen}.weights", stored, layer, params, dtype)
     if stored.part(layer, of_experts=True).nbytes:
         params, num_experts = block.numel(of_experts=True), block.num_experts
-        tensor = _stored(f"{frozen}.experts", stored, layer, params, dtype, num_experts)
+        [tensor] = _stored(f"{frozen}.experts", stored, layer, params, dtype, num_experts)
         tensors.append(replace(tensor, multiplied=block.per_token(params)))
     return [*units, UnitTensors(frozen, tuple(tensors))]
 
@@ -226,18 +227,33 @@ def _stored(
     params: int,
     dtype: torch.dtype,
     num_experts: int = 0,
-) -> PlannedWeight:
-    """Returns `params` frozen parameters, with a row for each of `num_experts`."""
+) -> list[PlannedWeight]:
+    """Returns `params` frozen parameters: each matrix, and in one what is left; with a row for each
+    of `num_experts`."""
     part = stored.part(place, of_experts=num_experts > 0)
+    found = []
+    for number, (size, one) in enumerate(part.matrices):
+        found.append(_tensor(f"{name}.{number}", size, one, place, math.prod(size), dtype))
+    rest = replace(part, nbytes=part.nbytes - sum(one.nbytes for _, one in part.matrices))
+    params -= sum(tensor.multiplied for tensor in found)
+    if rest.nbytes or not found:
+        size = (num_experts, 1, -1) if num_experts else (-1,)
+        found.append(_tensor(name, size, rest, place, params, dtype))
+    return found
+
+
+def _tensor(
+    name: str, size: tuple[int, ...], part: PlannedPart, place: Place, params: int,
+    dtype: torch.dtype,
+) -> PlannedWeight:  # fmt: skip
+    """Returns frozen parameters of a size, whose last side follows from the others."""
     is_encoded = part.is_encoded and isinstance(place, int)
     # What is not encoded is used as it is.
     numel = params if is_encoded else part.nbytes // torch.bfloat16.itemsize
-    size: tuple[int, ...] = (numel,)
-    stored_nbytes = part.nbytes
-    if num_experts:
-        size = (num_experts, 1, -(-numel // num_experts))
-        stored_nbytes = num_experts * -(-part.nbytes // num_experts)
+    rows = math.prod(size[:-1])
+    stored_nbytes = rows * -(-part.nbytes // rows) if len(size) > 2 else part.nbytes
     dtype = dtype if is_encoded else torch.bfloat16
+    size = (*size[:-1], -(-numel // rows))
     facts = facts_of_shape(name, size, dtype, is_trainable=False)
     return PlannedWeight(facts, params, stored_nbytes, is_encoded, part.tensor)
 

@@ -258,7 +258,7 @@ def test_a_truncated_file_is_named(directory: Path) -> None:
         (["--model", "kimi-k2", "--lora", "8", "--data-tokens", "many"], "--data-tokens 'many'"),
         (["--model", "kimi-k2", "--set", "adapter.targets=k_proj"], "kv_b_proj"),
         (["--model", "qwen3-30b-a3b", "--lora", "8", "--hardware", "rtx4090-desktop",
-          "--set", "tiers.host.capacity=100MB"], "tiers.host.capacity"),
+          "--set", "tiers.host.capacity=10MB"], "tiers.host.capacity"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:

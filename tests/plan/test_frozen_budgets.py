@@ -97,10 +97,11 @@ def read_by_a_step(base: Path, table: dict[str, Any], counter: str = "shard_read
     sampled(
         [
             ("bf16", 0.8, 0, 0.01), ("bf16", 1.2, 0, 0.01), ("nf4", 1.5, 0, 0.01),
+            ("nf4", 0.5, "auto", 0.01),  # Less than a block.
             ("int4", 0.8, "auto", 0.04), ("int4", 1.0, "auto", 0.01), ("fp8", 0.5, "auto", 0.06),
             ("mxfp4", 0.8, "auto", 0.01), ("mxfp4", 1.0, "auto", 0.01),
         ],
-        lambda case: case[:2] in [("bf16", 1.2), ("nf4", 1.5), ("int4", 0.8), ("mxfp4", 1.0)],
+        lambda case: case[:2] in [("bf16", 1.2), ("nf4", 0.5), ("int4", 0.8), ("mxfp4", 1.0)],
     ),
 )  # fmt: skip
 def test_bytes_that_a_step_reads_of_a_base_in_place_are_those_of_a_run(
