@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.errors import UnsupportedError
 from infinity.modules.autograd.threads import Turns, is_backward_elsewhere, is_in_module
 from tests.support.offloading import offloaded, swap_config
 
@@ -175,6 +176,19 @@ def test_a_turn_that_was_interrupted_is_not_that_of_a_later_call() -> None:
         with pytest.raises(KeyboardInterrupt):
             Calls()(interrupted)
         assert not Calls()(lambda: turns.is_taken)
+
+
+def test_a_thread_that_a_micro_batch_starts_calls_no_block(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedule suspends the thread of the micro-batch alone; gradients would be missing."""
+    monkeypatch.setattr(sys.modules[__name__], "NUM_THREADS", 1)
+    model = InThreads()
+    with (
+        offloaded(model, swap_config(swap_directory)),
+        pytest.raises(UnsupportedError, match="own"),
+    ):
+        infinity.forward_backward(model, lambda x: model(x).square().mean(), [batch(0)])
 
 
 @pytest.mark.parametrize("updates", ["deferred", "at_step"])

@@ -419,7 +419,8 @@ class LayerMajorSchedule:
             if fiber is None or fiber.is_repeat:
                 raise UnsupportedError(
                     f"{block.hooked.name} is called in a backward (a hook that calls the model "
-                    "again); accumulate micro-batches by several backward() calls instead"
+                    "again) or in another thread; accumulate micro-batches by several backward() "
+                    "calls instead"
                 )
             refuse_caches(block.hooked.name, args, kwargs)
             fiber.pause_at(block)
