@@ -81,8 +81,6 @@ def wrapped(model: Any, config: JobConfig, tokenizer: Tokenizer) -> Any:
         )
     found[0].config.use_cache = False
     found[0].model = model
-    found.own_length = found.max_seq_length
-    found.max_seq_length = min(config.data.sequence_length, found.own_length)
     return found
 
 
@@ -111,9 +109,8 @@ def digest_of(model: Any) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def token_ids(dataset: Any, model: Any) -> Any:
+def token_ids(dataset: Any, tokenizer: Any, length: int) -> Any:
     """Returns records with the token ids of their texts in place of these."""
-    tokenizer, length = model.tokenizer, model.max_seq_length
     names = [name for name in dataset.column_names if name != "score"]
 
     def encode(rows: Any) -> Any:
@@ -124,17 +121,12 @@ def token_ids(dataset: Any, model: Any) -> Any:
 
 
 def save_modules(model: Any, directory: Path) -> None:
-    """Writes what `SentenceTransformer` reads beside the weights, and the tokenizer, with the
-    length that the directory had."""
-    first, length = model[0], model.max_seq_length
+    """Writes what `SentenceTransformer` reads beside the weights, and the tokenizer."""
+    first = model[0]
 
     def save(place: str, **_: Any) -> None:
         first.processor.save_pretrained(place)
         first.save_config(place)
 
-    model.max_seq_length = model.own_length
-    try:
-        with patch.object(first, "save", save):
-            model.save_pretrained(str(directory), create_model_card=False)
-    finally:
-        model.max_seq_length = length
+    with patch.object(first, "save", save):
+        model.save_pretrained(str(directory), create_model_card=False)

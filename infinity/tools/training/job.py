@@ -183,10 +183,10 @@ def _measured(trainer: Any, config: JobConfig, data: JobData) -> tuple[int, int,
         return measure_prompts(trainer, config)
     if config.train.diffusion is not None:
         return measure_images(trainer.train_dataset, cache_of(config))
-    rows = trainer.train_dataset
+    rows, length = trainer.train_dataset, config.data.sequence_length
     if config.train.embed is not None:
-        rows = token_ids(rows, trainer.model)
-    return measure(rows, data.files, config.data.sequence_length)
+        rows = token_ids(rows, trainer.model.tokenizer, length)
+    return measure(rows, data.files, length)
 
 
 def _others(trainer: Any, config: JobConfig) -> dict[str, str]:

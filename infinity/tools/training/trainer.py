@@ -153,6 +153,8 @@ def make_trainer(
         )
     if grpo is not None and reference is not None:
         give_reference(trainer, reference, grpo.beta)
+    if config.train.embed is not None:
+        trainer.data_collator.max_length = config.data.sequence_length
     if config.train.method == "distill":
         give_head(model if config.adapter is None else model.get_base_model())
     if config.train.method == "classify":  # A head's loss is a mean whatever it is told, and
