@@ -178,7 +178,7 @@ def is_linked(path: Path) -> bool:
 
 def is_intact(path: Path) -> bool:
     """Whether every byte of a checkpoint, or of all in a directory, is what was written."""
-    return all(found.is_intact for found in infinity.checkpoint.inspect(path, verify=True))
+    return all(found.is_intact for found in infinity.checkpoint.inspect(str(path), verify=True))
 
 
 def goes_on(swap: Path, path: Path, step: int, expected: Any, kind: str = "bf16") -> None:

@@ -78,19 +78,19 @@ class Inspection:
         }
 
 
-def inspect(path: Path, *, verify: bool = False) -> list[Inspection]:
+def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> list[Inspection]:
     """Inspects every checkpoint of a directory, oldest first, or the checkpoint `path`.
 
     With `verify` every byte is read and compared with its SHA-256 or CRC32C. Raises ConfigError if
     there is no checkpoint, StorageError if the directory cannot be read. Damage is not raised but
     listed in `faults`.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ConfigError(f"{path} is no directory; expected a checkpoint or a directory of them")
-    path = place_of_checkpoints(path)
+    place = place_of_checkpoints(Path(path))
     still: list[Inspection] = []
     for _ in range(_ATTEMPTS):  # A running job removes checkpoints meanwhile, and makes new ones.
-        found = list_checkpoints(path) or [find_checkpoint(path)]
+        found = list_checkpoints(place) or [find_checkpoint(place)]
         seen = [_inspect(checkpoint, verify=verify) for checkpoint in found]
         still = [inspection for inspection in seen if os.path.lexists(inspection.path)]
         if still:
