@@ -33,6 +33,7 @@ from infinity.errors import ConfigError
 from infinity.tools.convert.rewrite import write_directory
 from infinity.tools.scoring import program as scoring
 from infinity.tools.training.chat import CHATML
+from infinity.tools.training.job_data import measure
 from infinity.tools.training.merge import plan_merge
 from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.bits import assert_same
@@ -278,6 +279,12 @@ def test_an_encoder_with_a_decoder_and_one_without_a_last_position_learn_as_plai
     ])  # fmt: skip
     steps = plain.train(table, model, tmp_path / "plain", data, tokenizer)
     assert metrics(table) == [(loss, norm) for loss, norm, _ in steps]
+
+
+def test_the_types_of_tokens_are_no_more_tokens() -> None:
+    """BERT's tokenizer writes a type for each."""
+    ids = {"input_ids": [[1, 2, 3]], "token_type_ids": [[0, 0, 0]], "label": [0]}
+    assert measure(datasets.Dataset.from_dict(ids), (), 8)[:2] == (3, 3)
 
 
 def test_an_adapter_has_all_that_its_base_lacks(tmp_path: Path, table: dict[str, Any]) -> None:

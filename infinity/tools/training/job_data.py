@@ -223,7 +223,7 @@ def measure(dataset: Any, files: Sequence[TokenFile], length: int) -> tuple[int,
             column = rows.column(name).combine_chunks()
             for part in (pc.list_value_length(column), column.flatten()):
                 sha256.update(part.to_numpy(zero_copy_only=False).astype(np.int64).tobytes())
-            if name.endswith("_ids"):
+            if name.endswith("_ids") and name != "token_type_ids":
                 ids = column.flatten().to_numpy(zero_copy_only=False)
                 count, largest = count + len(ids), max(largest, int(ids.max(initial=0)))
     return count, largest, sha256.hexdigest()
