@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import UnsupportedError
+from infinity.modules.autograd import hooks
 from infinity.modules.autograd.threads import Turns, is_backward_elsewhere, is_in_module
 from tests.support.offloading import offloaded, swap_config
 
@@ -176,6 +178,48 @@ def test_a_turn_that_was_interrupted_is_not_that_of_a_later_call() -> None:
         with pytest.raises(KeyboardInterrupt):
             Calls()(interrupted)
         assert not Calls()(lambda: turns.is_taken)
+
+
+def test_backwards_of_threads_come_one_after_the_other(swap_directory: Path) -> None:
+    """No gradient is lost that two of them add to one parameter."""
+    log, are_ready = [], threading.Barrier(2)
+
+    def pause(gradient: Tensor) -> None:
+        log.append(threading.get_ident())
+        time.sleep(0.05)
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(pause)
+
+    def backward(loss: Tensor) -> None:
+        are_ready.wait(60)
+        loss.backward()
+
+    def losses(model: nn.Module) -> list[Tensor]:
+        return [model(batch(number)).square().mean() for number in range(2)]
+
+    plain = Blocks()
+    for loss in losses(plain):
+        loss.backward()
+    with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(2) as pool:
+        for number in (0, 5):
+            model.blocks[number][1].register_forward_hook(watch)
+        list(pool.map(backward, losses(model)))
+        assert log[0] == log[1] != log[2] == log[3]
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(infinity.engine_of(model).read_gradient(name), parameter.grad)
+
+
+def test_a_forward_ends_while_another_thread_looks_for_failed_ones(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offloaded(Blocks(), swap_config(swap_directory)) as model:
+        engine = infinity.engine_of(model)
+        running = engine._model_passes._hooks[0]._running
+        running[1] = []
+        monkeypatch.setattr(hooks, "is_in_module", lambda thread: bool(running.pop(thread)))
+        engine.reset()
+        assert not running
 
 
 def test_a_thread_that_a_micro_batch_starts_calls_no_block(

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -43,6 +44,7 @@ from infinity.modules.autograd.forward_nodes import (
 )
 from infinity.modules.autograd.outputs import detach_from_parameters
 from infinity.modules.autograd.threads import (
+    LOOKS_S,
     is_backward_elsewhere,
     is_in_module,
     is_nested_backward,
@@ -145,8 +147,9 @@ class BackwardCalls:
             return
         if self._uses.on_tile is not None:
             self._uses.on_tile(call.units, False)
+        while running not in self.armed and not self._begins(running):
+            time.sleep(LOOKS_S)
         with UNINTERRUPTED:
-            self._arm(running)
             self._uses.enter(call.units)
             if self._uses.current_stream is not None:
                 call.streams = {self._uses.current_stream()}
@@ -177,6 +180,17 @@ class BackwardCalls:
             call.backward_id = OUTSIDE_BACKWARD
             self._uses.leave(call.units)
 
+    def _begins(self, running: int) -> bool:
+        """Arms a backward, unless another thread runs one: of gradients that two threads add to one
+        parameter some would be lost. A thread of a device runs all backwards."""
+        with UNINTERRUPTED, self._uses.lock:
+            others = [thread for thread in self.armed.values() if thread]
+            is_apart = thread_of_backward() and not self._uses.passes.is_layer_major
+            if is_apart and is_backward_elsewhere(others):
+                return False
+            self._arm(running)
+            return True
+
     def _arm(self, running: int) -> None:
         """Queues a callback for the end of this backward, once per backward. One that is nested in
         another, of which more is to come, is a part of that."""
@@ -195,10 +209,11 @@ class BackwardCalls:
 
     def _ended(self, running: int, is_part: bool) -> None:
         with UNINTERRUPTED:
-            self.armed.pop(running, None)
-            # INV-6: nothing stays in use after a backward, nor after an exception.
-            for call in [call for call in self._calls if call.backward_id == running]:
-                self._release(call)
+            with self._uses.lock:
+                self.armed.pop(running, None)
+                # INV-6: nothing stays in use after a backward, nor after an exception.
+                for call in [call for call in self._calls if call.backward_id == running]:
+                    self._release(call)
             if not is_part:
                 self._uses.backward_ended()
 
@@ -324,7 +339,7 @@ class ModuleHooks:
             if thread != threading.get_ident() and is_in_module(thread):
                 continue
             with UNINTERRUPTED:
-                for _ in self._running.pop(thread):
+                for _ in self._running.pop(thread, ()):  # It may have ended since.
                     self._uses.leave(self.hooked.units)
 
     @between_graphs

@@ -41,7 +41,7 @@ from infinity.private.torch import (
 _CALL: CodeType = module_call_impl.__code__
 _BACKWARD: CodeType = engine_run_backward.__code__
 _NODE: CodeType = BackwardCFunction.apply.__code__
-_LOOKS_S = 0.005  # The interval at which a thread looks whether the other one has ended.
+LOOKS_S = 0.005  # The interval at which a thread looks whether the other one has ended.
 
 
 def _stack_of(thread: int) -> Iterator[FrameType]:
@@ -115,7 +115,7 @@ class Turns:
         one of the `backwards`, by their threads. The caller does not hold the lock."""
         with self._ended:
             while self.is_elsewhere or is_backward_elsewhere(backwards.values()):
-                self._ended.wait(_LOOKS_S)
+                self._ended.wait(LOOKS_S)
             yield
 
     def take(self, code: CodeType = _CALL) -> None:
