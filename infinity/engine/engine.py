@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -253,6 +253,10 @@ class Engine(Closing):
         if ranks is not None:
             self.resources.callback(ranks.links.close)
             self._model_passes.save_inputs_in(SharedActivationStore(self.activations, ranks))
+
+    def alone(self) -> AbstractContextManager[None]:
+        """See `ModelPasses.alone`."""
+        return self._model_passes.alone()
 
     def reset(self) -> None:
         """Releases what an interrupted forward or backward has left in use.

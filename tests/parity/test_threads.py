@@ -8,16 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import infinity
+from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter
 from infinity.errors import UnsupportedError
 from infinity.modules.autograd import hooks
 from infinity.modules.autograd.threads import Turns, is_backward_elsewhere, is_in_module
@@ -220,6 +222,32 @@ def test_a_forward_ends_while_another_thread_looks_for_failed_ones(
         monkeypatch.setattr(hooks, "is_in_module", lambda thread: bool(running.pop(thread)))
         engine.reset()
         assert not running
+
+
+def test_an_export_is_of_one_step(
+    swap_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of other threads wait for it."""
+    write = SafetensorsWriter.write
+    with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(1) as pool:
+        optimizer = infinity.AdamW(model, lr=1e-3)
+
+        def train() -> None:
+            model(batch(0)).sum().backward()
+            optimizer.step()
+
+        def write_beside(*arguments: Any) -> None:
+            write(*arguments)
+            if not steps:
+                steps.append(pool.submit(train))
+                wait(steps, 0.5)
+
+        steps: list[Future[None]] = []
+        monkeypatch.setattr(SafetensorsWriter, "write", write_beside)
+        (file,) = infinity.checkpoint.export_safetensors(model, tmp_path)
+        steps[0].result(60)
+    plain, found = Blocks().state_dict(), load_file(file)
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
 
 
 def test_a_thread_that_a_micro_batch_starts_calls_no_block(

@@ -74,42 +74,44 @@ def export_safetensors(
     little space before anything is written, and for a write that fails.
     """
     directory = Path(directory)
-    plan = plan_export(model, max_shard_nbytes=max_shard_nbytes, master=master)
-    make_directory(directory)
-    check_space(directory, plan.nbytes)
-    read = read or _reader(model, master=master)
-    fetch, tiles_of = _fetcher(model, read), _tiles_of(model)
-    writers: dict[str, SafetensorsWriter] = {}
-    texts = directory / ".texts.partial"
-    try:
-        for group in plan.groups:
-            tiles = tiles_of(group)
-            made = {} if tiles else group.convert(fetch, model)
-            for name in [group.first_target] if tiles else list(made):
-                shard = plan.shard_of[name]
-                if shard not in writers:
-                    writers[shard] = SafetensorsWriter(
-                        directory / shard, plan.shards[shard], metadata={"format": "pt"}
-                    )
-                if tiles:
-                    _write_tiles(writers[shard], name, tiles, read)
-                else:
-                    writers[shard].write(name, made.pop(name))
-                if writers[shard].is_complete:
-                    writers[shard].finish()
-        with reporting("export", directory):
+    engine = _engine_of(model)
+    with contextlib.nullcontext() if engine is None else engine.alone():  # Files are of one step.
+        plan = plan_export(model, max_shard_nbytes=max_shard_nbytes, master=master)
+        make_directory(directory)
+        check_space(directory, plan.nbytes)
+        read = read or _reader(model, master=master)
+        fetch, tiles_of = _fetcher(model, read), _tiles_of(model)
+        writers: dict[str, SafetensorsWriter] = {}
+        texts = directory / ".texts.partial"
+        try:
+            for group in plan.groups:
+                tiles = tiles_of(group)
+                made = {} if tiles else group.convert(fetch, model)
+                for name in [group.first_target] if tiles else list(made):
+                    shard = plan.shard_of[name]
+                    if shard not in writers:
+                        writers[shard] = SafetensorsWriter(
+                            directory / shard, plan.shards[shard], metadata={"format": "pt"}
+                        )
+                    if tiles:
+                        _write_tiles(writers[shard], name, tiles, read)
+                    else:
+                        writers[shard].write(name, made.pop(name))
+                    if writers[shard].is_complete:
+                        writers[shard].finish()
+            with reporting("export", directory):
+                shutil.rmtree(texts, ignore_errors=True)
+                texts.mkdir()
+                _write_texts(model, texts, tokenizer, master=master)
+                if len(plan.shards) > 1:
+                    _write_index(directory / plan.partial_index_name, plan)
+                _commit(directory, texts, plan, writers)
+        finally:
             shutil.rmtree(texts, ignore_errors=True)
-            texts.mkdir()
-            _write_texts(model, texts, tokenizer, master=master)
-            if len(plan.shards) > 1:
-                _write_index(directory / plan.partial_index_name, plan)
-            _commit(directory, texts, plan, writers)
-    finally:
-        shutil.rmtree(texts, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            (directory / plan.partial_index_name).unlink()
-        for writer in writers.values():
-            writer.close()
+            with contextlib.suppress(OSError):
+                (directory / plan.partial_index_name).unlink()
+            for writer in writers.values():
+                writer.close()
     return [directory / shard for shard in plan.shards]
 
 
@@ -270,13 +272,19 @@ def _assign_shards(
     }
 
 
-def _reader(model: nn.Module, *, master: bool) -> Read:
-    """Returns the reader of parameters: from the engine, or from a model without an engine."""
+def _engine_of(model: nn.Module) -> Any:
     from infinity.engine.registry import engine_of
 
     try:
-        engine = engine_of(model)
+        return engine_of(model)
     except InfinityError:  # The model is not offloaded.
+        return None
+
+
+def _reader(model: nn.Module, *, master: bool) -> Read:
+    """Returns the reader of parameters: from the engine, or from a model without an engine."""
+    engine = _engine_of(model)
+    if engine is None:
 
         def read_plain(name: str) -> torch.Tensor:
             value = model.get_parameter(name).detach().cpu()
@@ -290,12 +298,8 @@ def _reader(model: nn.Module, *, master: bool) -> Read:
 def _prefix_of(model: nn.Module) -> str:
     """Returns what names of the engine have before those of the model, which may be a part of the
     one that was offloaded."""
-    from infinity.engine.registry import engine_of
-
-    try:
-        modules = engine_of(model).model.named_modules()
-    except InfinityError:
-        return ""
+    engine = _engine_of(model)
+    modules = () if engine is None else engine.model.named_modules()
     place = next((name for name, module in modules if module is model), "")
     return f"{place}." if place else ""
 
