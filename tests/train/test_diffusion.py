@@ -32,6 +32,7 @@ from infinity.tools.training import denoising, latents, program
 from infinity.tools.training.model import build_model, plan_model
 from infinity.tools.training.replay import replay
 from infinity.tools.training.settle import settle
+from tests.support.bits import aligned
 from tests.train.jobs import lines_of, start, wait_for_steps
 
 diffusers = pytest.importorskip("diffusers", reason="pip install diffusers")
@@ -39,6 +40,11 @@ training_utils = pytest.importorskip("diffusers.training_utils")
 pipelines = pytest.importorskip("tests.support.models.pipelines")
 
 SIDE, LENGTH, ROWS, STEPS, SEED = 16, 12, 8, 4, 3
+# Height and width of the images in `aspect = "keep"`, by the pixels of a patch.
+SIDES = {
+    4: [(28, 8), (8, 32), (16, 16), (16, 20), *[(12, 20)] * 4],
+    8: [(24, 8), (8, 32), *[(16, 16)] * 6],
+}
 LENGTHS = {"qwen": 300}  # Its template has one token for each byte here.
 JOB = """
 [tiers]
@@ -143,7 +149,8 @@ class Plain:
         self.pipe = getattr(diffusers, index["_class_name"]).from_pretrained(
             directory, dtype={"default": dtype, "vae": torch.float32}, **without
         )
-        self.family, self.transformer = directory.name, self.pipe.transformer.train()
+        self.family = directory.name
+        self.transformer = aligned(self.pipe.transformer.train())
         if adapter:
             self.transformer.requires_grad_(False)
             torch.manual_seed(5)
@@ -151,17 +158,18 @@ class Plain:
             self.transformer.add_adapter(peft.LoraConfig(r=2, lora_alpha=4, target_modules=wanted))
             diffusers.training_utils.cast_training_params(self.transformer, torch.float32)
 
-    def run(self, images: Path) -> list[float]:
+    def run(self, images: Path, batch: int = 2) -> list[float]:
+        """`batch`: images of a micro-batch. Alone, each has sides of its own."""
         with torch.no_grad():
-            rows = [self.encoded(images / f"{row}.png") for row in range(ROWS)]
+            rows = [self.encoded(images / f"{row}.png", batch == 1) for row in range(ROWS)]
         trained = [p for p in self.transformer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=True)
         losses = []
         for step in range(STEPS):
             total = torch.zeros(())
-            for first in (0, 2):
-                numbers = [(4 * step + first + one) % ROWS for one in range(2)]
-                loss = self.loss([(n, rows[n]) for n in numbers], step + 1) / 2
+            for first in range(0, 4, batch):
+                numbers = [(4 * step + first + one) % ROWS for one in range(batch)]
+                loss = self.loss([(n, rows[n]) for n in numbers], step + 1) / (4 / batch)
                 loss.backward()
                 total += loss.detach()
             optimizer.step()
@@ -169,11 +177,13 @@ class Plain:
             losses.append(total.item())
         return losses
 
-    def encoded(self, image: Path) -> tuple[Any, Any]:
+    def encoded(self, image: Path, keeps_aspect: bool) -> tuple[Any, Any]:
         """The distribution of latents, and what `encode_prompt` returns."""
         pipe, caption = self.pipe, image.with_suffix(".txt").read_text()
         processor = getattr(pipe, "image_processor", None) or pipe.video_processor
-        pixels = processor.preprocess(Image.open(image), SIDE, SIDE, resize_mode="crop")
+        sides = SIDES[8 if self.family in ("qwen", "wan") else 4]
+        height, width = sides[int(image.stem)] if keeps_aspect else (SIDE, SIDE)
+        pixels = processor.preprocess(Image.open(image), height, width, resize_mode="crop")
         if "latents_mean" in pipe.vae.config and pipe.vae.config.latents_mean is not None:
             pixels = pixels[:, :, None]
         length = LENGTHS.get(self.family, LENGTH)
@@ -191,7 +201,8 @@ class Plain:
         for row, (distribution, _) in rows:
             key = hashlib.sha256(json.dumps([SEED, step, row, False]).encode()).digest()
             source = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-            latents = scaled(distribution.sample(source), self.pipe.vae.config)
+            # A file keeps no order of dimensions in memory, which products of the backward round by.
+            latents = scaled(distribution.sample(source).contiguous(), self.pipe.vae.config)
             noise = torch.randn(latents.shape, generator=source)
             level = training_utils.compute_density_for_timestep_sampling(
                 "logit_normal", 1, 0.0, 1.0, 1.29, generator=source
@@ -304,6 +315,24 @@ def test_a_run_has_the_bits_of_the_plain_loop_wherever_state_lies(
     plain = Plain(home / family, bool(adapter))
     want = plain.run(home / "images")
     assert train(job_of(tmp_path, home, family, place, adapter)) == want
+    same(plain, tmp_path / "output")
+
+
+@pytest.mark.parametrize("family", ["flux", "qwen", "sd3", "wan"])
+def test_images_of_several_sizes_have_the_bits_of_the_plain_loop(
+    family: str, home: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(home / "images", tmp_path / "images")
+    for row in ("0", "1"):  # A tall one and a wide one.
+        path = tmp_path / "images" / f"{row}.png"
+        Image.open(path).resize((20, 60) if row == "0" else (90, 20)).save(path)
+    plain = Plain(home / family, True)
+    want = plain.run(tmp_path / "images", batch=1)
+    job = job_of(tmp_path, home, family, "nvme", ADAPTER)
+    change = {"data.paths": (DataSource(path=tmp_path / "images"),), "train.batch_size": 1,
+              "train.gradient_accumulation_steps": 4, "train.diffusion.aspect": "keep"}  # fmt: skip
+    program.train(changed(config_of(job), change))
+    assert [line["loss"] for line in lines_of(job / "output")] == want
     same(plain, tmp_path / "output")
 
 
@@ -426,6 +455,7 @@ def test_records_name_images_with_their_captions(form: str, home: Path, tmp_path
 @pytest.mark.parametrize(("change", "message"), [
     ({"model.path": "sd3/transformer", "train.diffusion.resolution": 64}, "at most 32 .*; got 64"),
     ({"train.diffusion.resolution": 18}, "expected a multiple of 4, .*; got 18"),
+    ({"train.diffusion.aspect": "keep"}, "expected train.batch_size = 1, .*; got 2"),
     ({"data.sequence_length": 513}, "at most 512, .* a FluxPipeline takes; got 513"),
     ({"model.path": "qwen/transformer", "data.sequence_length": 1025}, "at most 1024, .*; got 1025"),
     ({"model.path": "images"}, "a directory with model_index.json; got"),

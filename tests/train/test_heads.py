@@ -36,7 +36,7 @@ from infinity.tools.training.chat import CHATML
 from infinity.tools.training.job_data import measure
 from infinity.tools.training.merge import plan_merge
 from infinity.tools.training.tokenizers import ByteTokenizer
-from tests.support.bits import assert_same
+from tests.support.bits import aligned, assert_same
 from tests.support.forked import COMMAND, Script
 from tests.support.quantized import tiny_causal_lm, write_quantized
 
@@ -183,9 +183,7 @@ def test_a_trained_reward_model_is_what_score_reads(
     found = AutoModelForSequenceClassification.from_pretrained(
         request.model, num_labels=1, pad_token_id=0, dtype=torch.float32
     )
-    found = (found if is_full else peft.PeftModel.from_pretrained(found, output)).eval()
-    for weight in found.parameters():  # Mapped from a file at any address, and MKL rounds by it.
-        weight.data = weight.data.clone()
+    found = aligned(found if is_full else peft.PeftModel.from_pretrained(found, output)).eval()
     with torch.no_grad():
         plainly = [found(torch.tensor([row["tokens"]])).logits[0].tolist() for row in rows]
     assert [row["scores"] for row in rows] == plainly

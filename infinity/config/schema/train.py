@@ -37,6 +37,7 @@ EmbedLoss = Literal[
     "TripletLoss", "CoSENTLoss", "AnglELoss", "CosineSimilarityLoss", "ContrastiveLoss",
     "OnlineContrastiveLoss",
 ]  # fmt: skip
+Aspect = Literal["square", "keep"]
 Weighting = Literal["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"]
 Tracker = Literal["trackio", "tensorboard", "wandb"]
 _Tracker = Annotated[Tracker, choice(Tracker)]
@@ -156,6 +157,8 @@ class Diffusion(Section):
 
     resolution: Annotated[int, integer(8)]
     """Pixels of a side of the images, which are resized and cut to squares."""
+    aspect: Annotated[Aspect, choice(Aspect)] = "square"
+    """ "keep" gives each image its own sides, of about that area. A micro-batch is one image."""
     weighting: Annotated[Weighting, choice(Weighting)] = "none"
     """Which noise levels are drawn ("logit_normal", "mode"; others uniformly) and how the loss of
     each counts ("sigma_sqrt", "cosmap"; others alike): `weighting_scheme` of the scripts of
@@ -172,6 +175,11 @@ class Diffusion(Section):
         None, json_schema_extra={"x-default": "`encoded` inside output.directory"}
     )
     """Directory of latents and prompt embeddings, which runs may share."""
+
+    def described(self) -> str:
+        """Returns the images of a run in words."""
+        size = f"{self.resolution} x {self.resolution} pixels"
+        return f"images of {'about ' if self.aspect == 'keep' else ''}{size}"
 
 
 class Embed(Section):

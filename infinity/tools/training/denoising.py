@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,14 +100,24 @@ class Denoising:
             )
         _refuse_parts(index, self._index)
         self._vae = table_of_file(self._path / "vae" / "config.json")
-        if side := own.get("pos_embed_max_size"):  # Patches: 2 x 2 latents.
-            most = side << len(self._vae["block_out_channels"])
-            if self.options.resolution > most:
-                raise ConfigError(
-                    f"train.diffusion.resolution: expected at most {most} pixels for this "
-                    f"transformer; got {self.options.resolution}"
-                )
+        side = own.get("pos_embed_max_size")  # Patches: 2 x 2 latents.
+        self._most_pixels = side and side << len(self._vae["block_out_channels"])
+        self._refuse_long(self.options.resolution, "train.diffusion.resolution")
+        num_images = min(config.train.batch_size, config.schedule.micro_batch or math.inf)
+        if self.options.aspect == "keep" and num_images > 1:
+            raise ConfigError(
+                'train.diffusion.aspect: images of several sizes ("keep") are micro-batches of '
+                f"their own; expected train.batch_size = 1, or schedule.micro_batch = 1; got "
+                f"{num_images}"
+            )
         self._scheduler = _scheduler(self._path / "scheduler" / "scheduler_config.json")
+
+    def _refuse_long(self, num_pixels: int, key: str) -> None:
+        if self._most_pixels and num_pixels > self._most_pixels:
+            raise ConfigError(
+                f"{key}: expected at most {self._most_pixels} pixels a side for this transformer; "
+                f"got {num_pixels}"
+            )
 
     # -- Encoders ----------------------------------------------------------------------------------
 
@@ -158,19 +169,35 @@ class Denoising:
                 torch.cuda.empty_cache()
             give_back()
 
-    def moments(self, pipeline: Any, image: Any) -> Tensors:
-        """Returns mean and log-variance of the latents of an image: (1, 2 channels, ...)."""
+    @property
+    def size_facts(self) -> list[Any]:
+        """What decides the size of an image in pixels."""
+        options = self.options
+        return [options.resolution, *(["keep"] if options.aspect == "keep" else [])]
+
+    def moments(self, pipeline: Any, image: Any, at: str) -> Tensors:
+        """Returns mean and log-variance of the latents of an image: (1, 2 channels, ...). `at`
+        names the image."""
         from PIL.ImageOps import exif_transpose
 
         side = self.options.resolution
         processor = getattr(pipeline, "image_processor", None) or pipeline.video_processor
-        pixels = processor.preprocess(
-            exif_transpose(image).convert("RGB"), height=side, width=side, resize_mode="crop"
-        ).to(self._device)
+        image = exif_transpose(image).convert("RGB")
+        width, height = side, side
+        if self.options.aspect == "keep":
+            scale = side / math.sqrt(math.prod(image.size))
+            is_plain = hasattr(pipeline, "vae_scale_factor")  # Of films, it is one of two.
+            patch = 2 * (
+                pipeline.vae_scale_factor if is_plain else pipeline.vae_scale_factor_spatial
+            )
+            width, height = (max(round(n * scale / patch), 1) * patch for n in image.size)
+            self._refuse_long(max(width, height), f'{at}: with train.diffusion.aspect = "keep"')
+        pixels = processor.preprocess(image, height=height, width=width, resize_mode="crop")
+        pixels = pixels.to(self._device)
         pixels = pixels[:, :, None] if self.family.has_frames else pixels
         found = pipeline.vae.encode(pixels).latent_dist.parameters
         patch = 2 * (pixels.shape[-1] // found.shape[-1])
-        if pixels.shape[-1] != side or found.shape[-1] % 2:
+        if pixels.shape[-1] != width or found.shape[-1] % 2:
             raise ConfigError(
                 f"train.diffusion.resolution: expected a multiple of {patch}, the pixels of a "
                 f"patch; got {side}"

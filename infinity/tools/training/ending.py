@@ -94,7 +94,7 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
         "data": f"{files}; {numbers['num_tokens']:,.0f} tokens",
         "steps": f"{summary.resumed_at + numbers['steps_done']:,} of {batch} "
         + (
-            f"images of {shown.resolution} x {shown.resolution} pixels"
+            shown.described()
             if shown
             else f"sequences of at most {config.data.sequence_length} tokens"
         ),

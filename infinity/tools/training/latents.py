@@ -167,7 +167,7 @@ def _encoded(
     directory, length, vae = cache_of(config), config.data.sequence_length, ["vae"]
     with reporting("open", directory):
         make_directory(directory)
-    of_image = [*denoising.facts(vae), denoising.options.resolution]
+    of_image = [*denoising.facts(vae), *denoising.size_facts]
     images = [_name_of(_content(image, at), of_image) for image, _, at in found]
     wanted = _missing(images, directory)
     if wanted:
@@ -181,7 +181,7 @@ def _encoded(
                         f"{at}: expected an image of 8 bits a channel; got the mode {made.mode} "
                         "of PIL. Convert it, with a scale of your choice"
                     )
-                _write(directory / name, denoising.moments(pipeline, made))
+                _write(directory / name, denoising.moments(pipeline, made, at))
     encoders, dtype = denoising.encoders, denoising.dtype
     of_caption = [*denoising.facts(encoders), length, str(dtype)]
     captions = [_name_of(caption.encode(), of_caption) for _, caption, _ in found]

@@ -304,7 +304,7 @@ class Run:
         num_rows, shown = len(self._job.trainer.train_dataset), self._config.train.diffusion
         what = f"sequences of {length if self._job.data.is_ready else f'at most {length}'}"
         if shown is not None:
-            what = f"images of {shown.resolution} x {shown.resolution} pixels"
+            what = shown.described()
         return (
             f"{self._job.plan.kind}, {self.summary.num_parameters:,} parameters; "
             f"{self._job.num_tokens:,} tokens in {num_rows:,} {what}, "
