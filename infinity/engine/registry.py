@@ -41,12 +41,11 @@ def is_offloaded(model: nn.Module) -> bool:
 def engine_of(model: nn.Module) -> Engine:
     """Returns the engine of a model that was offloaded, or of an offloaded model around or inside
     it. Raises InfinityError if there is none."""
-    for module, found in list(ENGINES.items()):
+    for engine in engines():
+        module = engine.model
         is_same = module is model or any(child is module for child in model.modules())
         if is_same or any(child is model for child in module.modules()):
-            engine = found()
-            if engine is not None:
-                return engine
+            return engine
     raise InfinityError(
         f"{type(model).__name__} is not offloaded; call infinity.offload(model, config) first"
     )
@@ -54,7 +53,9 @@ def engine_of(model: nn.Module) -> Engine:
 
 def engines() -> list[Engine]:
     """Returns every engine of this process that is alive and not closed."""
-    found = (reference() for reference in list(ENGINES.values()))
+    # One step for the GIL: other threads offload models, and close engines.
+    models = [model for at in ENGINES.keyrefs() if (model := at()) is not None]
+    found = (reference() for model in models if (reference := ENGINES.get(model)) is not None)
     return [engine for engine in found if engine is not None]
 
 

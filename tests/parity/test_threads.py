@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter
+from infinity.engine.registry import ENGINES, engines
 from infinity.errors import UnsupportedError
 from infinity.modules.autograd import hooks
+from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.threads import Turns, is_backward_elsewhere, is_in_module
 from tests.support.offloading import offloaded, swap_config
 
@@ -248,6 +251,43 @@ def test_an_export_is_of_one_step(
         steps[0].result(60)
     plain, found = Blocks().state_dict(), load_file(file)
     assert all(torch.equal(found[name], value) for name, value in plain.items())
+
+
+def test_a_gradient_is_read_that_another_thread_drops(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Blocks()
+    plain(batch(0)).sum().backward()
+    with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(1) as pool:
+        optimizer = infinity.AdamW(model)
+        model(batch(0)).sum().backward()
+        weight, read = model.blocks[0][0].weight, ParamGrads.read
+
+        def read_beside(*arguments: Any) -> Tensor | None:
+            wait([pool.submit(optimizer.zero_grad)], 0.2)
+            return read(*arguments)
+
+        gradient = weight.grad
+        monkeypatch.setattr(ParamGrads, "read", read_beside)
+        assert torch.equal(gradient.clone(), plain.blocks[0][0].weight.grad)
+
+
+def test_engines_are_found_while_another_thread_offloads_models(swap_directory: Path) -> None:
+    since = []
+
+    def trace(*arguments: Any) -> Any:  # At any line of the look, as another thread does.
+        since.append(nn.Identity())
+        ENGINES[since[-1]] = weakref.ref(engine)
+        return trace
+
+    with offloaded(Blocks(), swap_config(swap_directory)) as model:
+        engine, before = infinity.engine_of(model), sys.gettrace()
+        sys.settrace(trace)
+        try:
+            assert engine in engines()
+        finally:
+            sys.settrace(before)
+    assert since
 
 
 def test_a_thread_that_a_micro_batch_starts_calls_no_block(

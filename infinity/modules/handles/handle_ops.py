@@ -345,14 +345,15 @@ class HandleOps:
 
     def _read_gradient(self, handle: Handle) -> torch.Tensor:
         name = handle.name_in_model
-        stamp = self.stamp(name, is_gradient=True)
-        if stamp is None or stamp[0] != handle.number:
-            raise InfinityError(
-                f"the gradient of {name!r} is not there any more: it was dropped (zero_grad) after "
-                "`.grad` was taken. Clone a gradient that is to be kept"
-            )
         params = [param for param, _ in self._param_table.parts(name)]
-        parts = [part for part in map(self._grads.read, params) if part is not None]
+        with self._uses.lock:  # Another thread may drop it, and add the next one.
+            stamp = self.stamp(name, is_gradient=True)
+            if stamp is None or stamp[0] != handle.number:
+                raise InfinityError(
+                    f"the gradient of {name!r} is not there any more: it was dropped (zero_grad) "
+                    "after `.grad` was taken. Clone a gradient that is to be kept"
+                )
+            parts = [part for part in map(self._grads.read, params) if part is not None]
         return _joined([part.to(handle.device) for part in parts])
 
     def _note_fault(self, names: list[str], function: Callable[..., Any]) -> None:
