@@ -64,7 +64,7 @@ class _Thread:
 # library of the device, which keep memory of the device: cuBLAS 32 MiB for each handle and stream.
 _IDLE_NAME = "infinity-forward"
 _idle: list[_Thread] = []
-_here = threading.local()  # Of a thread: `fiber`, the identity of the last one that it ran.
+_here = threading.local()  # Of a thread: `fiber`, which it runs.
 os.register_at_fork(after_in_child=_idle.clear)  # A fork copies no threads.
 
 
@@ -154,7 +154,7 @@ class Fiber:
     def _run(
         self, forward: Callable[[], torch.Tensor | None], variables: contextvars.Context
     ) -> None:
-        _here.fiber = id(self)
+        _here.fiber = self
         try:
             self._wait_to_run()
             self.loss = forward()
@@ -163,7 +163,7 @@ class Fiber:
             pass
         except BaseException as error:
             self._error = error
-        self.at = None
+        self.at = _here.fiber = None
 
     def _note_end(self) -> None:
         self._ended.set()
@@ -177,7 +177,7 @@ class Fiber:
     def pause_at(self, place: Any) -> None:
         """Suspends the fiber until the next `run_on`. Raises UnsupportedError in the thread of
         another program, or in one that the forward has started: it cannot be suspended."""
-        if getattr(_here, "fiber", None) != id(self):
+        if getattr(_here, "fiber", None) is not self:
             raise UnsupportedError(
                 "a block is called in a thread of its own while infinity.forward_backward or "
                 "infinity.forward runs; call it in the thread of the micro-batch, or before or "

@@ -37,7 +37,7 @@ from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.read_ahead import ReadAhead
 from infinity.streaming.weights.space import WeightSpace
 from infinity.streaming.weights.state import WeightProvider, Weights, WeightState
-from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.device import Copy, DeviceAdapter
 from infinity.tiers.host import Block, HostPool
 
 
@@ -476,11 +476,13 @@ class WeightCache:
     ) -> None:
         host, memory = self._pool.tensor(host_copy), weights.region.content
         source, target = (host, memory) if inward else (memory, host)
-        copies = [
-            self._device.copy(source[part.start : part.stop], target[part.start : part.stop])
-            for part in parts
-        ]
-        what = f"parameters of {weights.unit.name} are copied for a change"
-        with self._counters.timed("copy_wait_s", what, copies):
-            for copy in reversed(copies):  # After an error, too, none uses the block any more.
-                copy.wait()
+        copies: list[Copy] = []
+        try:
+            for part in parts:
+                span = slice(part.start, part.stop)
+                copies.append(self._device.copy(source[span], target[span]))
+        finally:  # After an error, too, none uses the block any more.
+            what = f"parameters of {weights.unit.name} are copied for a change"
+            with self._counters.timed("copy_wait_s", what, copies):
+                for copy in reversed(copies):
+                    copy.wait()
