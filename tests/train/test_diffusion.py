@@ -33,6 +33,7 @@ from infinity.tools.training.model import build_model, plan_model
 from infinity.tools.training.replay import replay
 from infinity.tools.training.settle import settle
 from tests.support.bits import aligned
+from tests.support.commands import run_command
 from tests.train.jobs import lines_of, start, wait_for_steps
 
 diffusers = pytest.importorskip("diffusers", reason="pip install diffusers")
@@ -316,6 +317,12 @@ def test_a_run_has_the_bits_of_the_plain_loop_wherever_state_lies(
     want = plain.run(home / "images")
     assert train(job_of(tmp_path, home, family, place, adapter)) == want
     same(plain, tmp_path / "output")
+    planned = run_command("plan", tmp_path / "job.toml")
+    assert planned.exit_code == 2 and "is not planned" in planned.stderr
+    if not adapter:
+        done = run_command("export", tmp_path / "output", tmp_path / "again")
+        assert done.exit_code == 0, done.output
+        same(plain, tmp_path / "again")
 
 
 @pytest.mark.parametrize("family", ["flux", "qwen", "sd3", "wan"])

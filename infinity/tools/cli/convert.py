@@ -186,7 +186,7 @@ def export(
             )
         from infinity.tools.training.tokenizers import open_tokenizer
 
-        data = loaded.data
+        data = None if loaded.train and loaded.train.diffusion else loaded.data
         files = export_checkpoint_safetensors(
             found,
             out,
