@@ -359,7 +359,7 @@ class Engine(Closing):
         `what` names the caller in the error that is raised while parameters are in use. With
         several ranks, all of them make the call, and each gets access to its own state.
         """
-        with self._model_passes.alone(), torch.no_grad():
+        with self._model_passes.alone_at_rest(), torch.no_grad():
             if self.is_closed:
                 raise InfinityError(f"{what}: the engine of this model is closed")
             self.reset()
@@ -415,7 +415,7 @@ class Engine(Closing):
         """Enters the optimizer's step with all ranks. Afterwards gradients are sums over all
         ranks. `makes_step`: see `RankSync.begin_step`."""
         self.refuse_closed("optimizer.step()")
-        with self._model_passes.alone():
+        with self._model_passes.alone_at_rest():
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")  # Parameters in use look like new ones.
             self._unmanaged_params.refuse_untrained(num_ranks=self.num_ranks)
@@ -437,7 +437,7 @@ class Engine(Closing):
     def step(self, settings: Mapping[TensorSpec, Settings]) -> None:
         """Records an optimizer step. Each unit is updated before its next use."""
         phase = self._tracer.during(Track.PHASES, "optimizer step")
-        with self._model_passes.alone(), UNINTERRUPTED, phase:
+        with self._model_passes.alone_at_rest(), UNINTERRUPTED, phase:
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             with self.ranks.making_step():

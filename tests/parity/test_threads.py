@@ -290,6 +290,23 @@ def test_engines_are_found_while_another_thread_offloads_models(swap_directory: 
     assert since
 
 
+def test_a_step_waits_for_a_thread_that_reads_weights(swap_directory: Path) -> None:
+    has_begun = threading.Event()
+    with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(1) as pool:
+
+        def read() -> None:
+            with infinity.gather(model):
+                has_begun.set()
+                time.sleep(0.2)
+
+        optimizer = infinity.AdamW(model)
+        model(batch(0)).sum().backward()
+        reading = pool.submit(read)
+        assert has_begun.wait(60)
+        optimizer.step()
+        assert reading.done()
+
+
 def test_a_thread_that_a_micro_batch_starts_calls_no_block(
     swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -99,6 +100,15 @@ class ModelPasses:
     def alone(self) -> AbstractContextManager[None]:
         """Holds the engine's lock while no other thread runs a pass; waits for its end."""
         return self._turns.alone(self._backwards.armed)
+
+    def alone_at_rest(self) -> AbstractContextManager[None]:
+        """As `alone`, while no other thread uses units outside of passes, either."""
+        return self._turns.alone(self._backwards.armed, self._is_read_elsewhere)
+
+    def _is_read_elsewhere(self) -> bool:
+        self.reset()
+        is_own = get_ident() in self._uses.users or current_backward() != OUTSIDE_BACKWARD
+        return not is_own and bool(self._weight_cache.in_use())
 
     def _begin_pass(self, kind: str) -> None:
         with UNINTERRUPTED, self._lock:

@@ -14,6 +14,7 @@ import operator
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,7 @@ from infinity.private.torch import (
 _CALL: CodeType = module_call_impl.__code__
 _BACKWARD: CodeType = engine_run_backward.__code__
 _NODE: CodeType = BackwardCFunction.apply.__code__
+_PATIENCE_S = 10.0  # With reads of another thread, which may keep weights as long as it likes.
 LOOKS_S = 0.005  # The interval at which a thread looks whether the other one has ended.
 
 
@@ -110,11 +112,19 @@ class Turns:
         return self._thread != get_ident() and self.is_taken
 
     @contextmanager
-    def alone(self, backwards: Mapping[int, int]) -> Iterator[None]:
+    def alone(
+        self, backwards: Mapping[int, int], is_read: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
         """Holds the lock for the time of a `with` block, once no other thread has the turn or runs
-        one of the `backwards`, by their threads. The caller does not hold the lock."""
+        one of the `backwards`, by their threads; and once `is_read` says that none reads, unless
+        that takes long. The caller does not hold the lock."""
         with self._ended:
-            while self.is_elsewhere or is_backward_elsewhere(backwards.values()):
+            until_s = time.monotonic() + _PATIENCE_S
+            while (
+                self.is_elsewhere
+                or is_backward_elsewhere(backwards.values())
+                or (is_read() and time.monotonic() < until_s)
+            ):
                 self._ended.wait(LOOKS_S)
             yield
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 
 import torch
 
@@ -74,6 +75,7 @@ class UnitUses:
         self._process = OwnProcess()
         # By the backward that is running, in its order: that of their writes and early updates.
         self._left: dict[int, None] = {}
+        self.users: list[int] = []  # The threads that use units outside of hooks.
         self.is_closed = False
         self.on_tile: OnTile | None = None
         self.is_parameter_memory = param_table.is_parameter_memory
@@ -162,16 +164,20 @@ class UnitUses:
         if is_of_pass is None:
             is_in_backward = current_backward() != OUTSIDE_BACKWARD
             is_of_pass = self.passes.is_in_forward or self.passes.is_layer_major or is_in_backward
-        has_entered = False
+        has_entered, thread = False, get_ident()
         try:
             with UNINTERRUPTED:  # A delayed interrupt comes at its end.
                 self.enter(units, is_of_pass=is_of_pass)
+                self.users.append(thread)
                 has_entered = True
             yield
         finally:
             if has_entered:
                 with UNINTERRUPTED:
-                    self.leave(units)
+                    try:
+                        self.leave(units)
+                    finally:
+                        self.users.remove(thread)
 
     def _update(self, unit: int) -> None:
         if self.is_closed:
