@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
+from infinity.checkpoint import weight_source
 from infinity.config import Model
 from infinity.config.extras import TRIED, require_release, require_transformers
 from infinity.errors import ConfigError
@@ -82,6 +83,9 @@ def test_a_model_is_planned_from_its_configuration_alone(tmp_path: Path) -> None
     assert plan.hf_config.head_dim == 32 and plan.weights is None
     with pytest.raises(ConfigError, match="neither model.safetensors"):
         plan_model(Model(path=tmp_path))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match="it has no file$"):
+        weight_source(tmp_path)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

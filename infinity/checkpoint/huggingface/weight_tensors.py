@@ -247,10 +247,8 @@ def _no_weights(path: Path) -> ConfigError:
             return ConfigError(
                 f"{said}, but {listed(names)}; {remedy.format(path, names[0])}{hint}"
             )
-    return ConfigError(
-        f"{said}; it has {listed(sorted(entry.name for entry in path.iterdir()))}"
-        f"{_interrupted(path)}"
-    )
+    there = listed(sorted(entry.name for entry in path.iterdir())) or "no file"
+    return ConfigError(f"{said}; it has {there}{_interrupted(path)}")
 
 
 def _interrupted(path: Path) -> str:
