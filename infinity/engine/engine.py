@@ -336,6 +336,7 @@ class Engine(Closing):
                 self._changes.lend(units)
             with (
                 nullcontext() if modify else self._changes.watching(params),
+                self._backwards.showing(),
                 self._grads.shown(params if self.num_ranks == 1 else ()),
             ):
                 yield

@@ -290,6 +290,28 @@ def test_engines_are_found_while_another_thread_offloads_models(swap_directory: 
     assert since
 
 
+def test_a_backward_waits_for_a_thread_that_looks_at_gradients(swap_directory: Path) -> None:
+    has_begun = threading.Event()
+    plain = Blocks()
+    plain(batch(0)).sum().backward()
+    plain(batch(0)).sum().backward()
+    with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(1) as pool:
+
+        def look() -> None:
+            with infinity.gather(model):
+                has_begun.set()
+                time.sleep(0.3)
+
+        model(batch(0)).sum().backward()
+        loss = model(batch(0)).sum()
+        looking = pool.submit(look)
+        assert has_begun.wait(60)
+        loss.backward()
+        assert looking.done()
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(infinity.engine_of(model).read_gradient(name), parameter.grad)
+
+
 def test_a_step_waits_for_a_thread_that_reads_weights(swap_directory: Path) -> None:
     has_begun = threading.Event()
     with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(1) as pool:

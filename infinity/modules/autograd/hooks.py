@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +36,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 from typing_extensions import override
 
-from infinity.errors import UnsupportedError
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.autograd.forward_nodes import (
     ForwardNodes,
     call_before_each,
@@ -45,6 +46,7 @@ from infinity.modules.autograd.forward_nodes import (
 from infinity.modules.autograd.outputs import detach_from_parameters
 from infinity.modules.autograd.threads import (
     LOOKS_S,
+    PATIENCE_S,
     is_backward_elsewhere,
     is_in_module,
     is_nested_backward,
@@ -86,6 +88,7 @@ class BackwardCalls:
         self._calls: dict[ModuleCall, None] = {}
         # The backwards whose end calls `_ended`, each with its thread; see `thread_of_backward`.
         self.armed: dict[int, int] = {}
+        self._showing: list[int] = []  # The threads that show gradients.
 
     def watch(self, call: ModuleCall, nodes: ForwardNodes) -> None:
         """Registers hooks that keep the units in use while these nodes run in a backward."""
@@ -147,8 +150,8 @@ class BackwardCalls:
             return
         if self._uses.on_tile is not None:
             self._uses.on_tile(call.units, False)
-        while running not in self.armed and not self._begins(running):
-            time.sleep(LOOKS_S)
+        if running not in self.armed:
+            self._begin_alone(lambda: self._arm(running), is_backward=True)
         with UNINTERRUPTED:
             self._uses.enter(call.units)
             if self._uses.current_stream is not None:
@@ -180,16 +183,36 @@ class BackwardCalls:
             call.backward_id = OUTSIDE_BACKWARD
             self._uses.leave(call.units)
 
-    def _begins(self, running: int) -> bool:
-        """Arms a backward, unless another thread runs one: of gradients that two threads add to one
-        parameter some would be lost. A thread of a device runs all backwards."""
-        with UNINTERRUPTED, self._uses.lock:
-            others = [thread for thread in self.armed.values() if thread]
-            is_apart = thread_of_backward() and not self._uses.passes.is_layer_major
-            if is_apart and is_backward_elsewhere(others):
-                return False
-            self._arm(running)
-            return True
+    def _begin_alone(self, begin: Callable[[], None], *, is_backward: bool) -> None:
+        """Calls `begin` once no other thread runs a backward or, for one, shows gradients: of those
+        that two threads add to one parameter some would be lost."""
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            with UNINTERRUPTED, self._uses.lock:
+                others = [thread for thread in self.armed.values() if thread]
+                shows = is_backward and any(thread != get_ident() for thread in self._showing)
+                # A thread of a device runs all backwards, and fibers run one by one.
+                is_one = is_backward and not thread_of_backward()
+                if is_one or self._uses.passes.is_layer_major:
+                    return begin()
+                if not (shows or is_backward_elsewhere(others)):
+                    return begin()
+            if shows and time.monotonic() > until_s:
+                raise InfinityError(
+                    "a backward while another thread is inside infinity.gather(), which shows "
+                    "gradients; leave the block first"
+                )
+            time.sleep(LOOKS_S)
+
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """Gradients are shown on parameters: backwards of other threads wait."""
+        thread = get_ident()
+        self._begin_alone(lambda: self._showing.append(thread), is_backward=False)
+        try:
+            yield
+        finally:
+            self._showing.remove(thread)
 
     def _arm(self, running: int) -> None:
         """Queues a callback for the end of this backward, once per backward. One that is nested in

@@ -42,7 +42,7 @@ from infinity.private.torch import (
 _CALL: CodeType = module_call_impl.__code__
 _BACKWARD: CodeType = engine_run_backward.__code__
 _NODE: CodeType = BackwardCFunction.apply.__code__
-_PATIENCE_S = 10.0  # With reads of another thread, which may keep weights as long as it likes.
+PATIENCE_S = 10.0  # With reads of another thread, which may keep weights as long as it likes.
 LOOKS_S = 0.005  # The interval at which a thread looks whether the other one has ended.
 
 
@@ -119,7 +119,7 @@ class Turns:
         one of the `backwards`, by their threads; and once `is_read` says that none reads, unless
         that takes long. The caller does not hold the lock."""
         with self._ended:
-            until_s = time.monotonic() + _PATIENCE_S
+            until_s = time.monotonic() + PATIENCE_S
             while (
                 self.is_elsewhere
                 or is_backward_elsewhere(backwards.values())
