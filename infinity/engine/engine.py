@@ -172,6 +172,8 @@ class Engine(Closing):
         take_loaded = OwnHook(self.handle_ops.take_loaded)
         owners = {place.module for param in self.params for place in param.registrations}
         self._removable += [m.register_load_state_dict_pre_hook(take_loaded) for m in owners]
+        give_state = OwnHook(self.handle_ops.give_state, self._model_passes.is_here)
+        self._removable += [m.register_state_dict_post_hook(give_state) for m in owners]
         ENGINES[self.model] = weakref.ref(self)
 
     def uninstall(self) -> None:

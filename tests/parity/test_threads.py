@@ -342,6 +342,29 @@ def test_a_thread_that_a_micro_batch_starts_calls_no_block(
         infinity.forward_backward(model, lambda x: model(x).square().mean(), [batch(0)])
 
 
+def test_a_state_dict_beside_the_pass_of_another_thread_keeps_its_values(
+    swap_directory: Path,
+) -> None:
+    """The block shows compute parameters meanwhile, whose memory leaves with the pass."""
+    states: list[dict[str, Tensor]] = []
+
+    def look(*unused: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            states.append(pool.submit(model.state_dict).result(60))
+            states.append(pool.submit(model.state_dict, keep_vars=True).result(60))
+
+    expected = Blocks().state_dict()
+    with offloaded(Blocks(), swap_config(swap_directory, **TIGHT)) as model:
+        handle = model.blocks[2][1].register_forward_hook(look)
+        with torch.no_grad():
+            model(batch(0))
+        handle.remove()
+        with torch.no_grad():
+            model(batch(0))
+        for state in states:
+            assert all(torch.equal(value.clone(), expected[k]) for k, value in state.items())
+
+
 @pytest.mark.parametrize("updates", ["deferred", "at_step"])
 @pytest.mark.parametrize("is_layer_major", [False, True])
 def test_a_thread_evaluates_while_another_one_trains(

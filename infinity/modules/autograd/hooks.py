@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any, NoReturn
@@ -351,9 +351,9 @@ class ModuleHooks:
             self._is_suspended = was_suspended
 
     @property
-    def is_running(self) -> bool:
-        """Whether a forward of the module runs."""
-        return bool(self._running)
+    def threads(self) -> Collection[int]:
+        """The threads that run a forward of the module."""
+        return self._running.keys()
 
     def reset(self) -> None:
         """Forgets forwards that ended by an exception, which hooks do not see. Those of other

@@ -97,6 +97,15 @@ class ModelPasses:
                 self._turns.take()
                 self._begin_pass("train" if torch.is_grad_enabled() else "eval")
 
+    def is_here(self) -> bool:
+        """Whether this thread uses units, or runs a hooked module or a backward."""
+        thread = get_ident()
+        return (
+            thread in self._uses.users
+            or thread in list(self._backwards.armed.values())
+            or any(thread in hooks.threads for hooks in self._hooks)
+        )
+
     def alone(self) -> AbstractContextManager[None]:
         """Holds the engine's lock while no other thread runs a pass; waits for its end."""
         return self._turns.alone(self._backwards.armed)
@@ -126,7 +135,7 @@ class ModelPasses:
         passes.is_graded = passes.is_graded or kind == "train"
         with UNINTERRUPTED, self._lock:
             is_new = passes.beginnings.ask_hooked(kind, hooked.name)
-            if is_new and not any(hooks.is_running for hooks in self._hooks):
+            if is_new and not any(hooks.threads for hooks in self._hooks):
                 self.reset()
             self._weight_cache.begin_pass(kind, is_new=is_new)
 

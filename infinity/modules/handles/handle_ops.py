@@ -498,6 +498,30 @@ class HandleOps:
                     self.write(tensor.name_in_model, value)
                 state_dict[prefix + attribute] = tensor
 
+    def give_state(
+        self,
+        is_here: Callable[[], bool],
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        *unused: Any,
+    ) -> None:
+        """Puts handles into a `state_dict()` in the place of what the pass of another thread shows:
+        the values would leave with the pass."""
+        for attribute, tensor in module._parameters.items():
+            value = state_dict.get(prefix + attribute)
+            if (
+                isinstance(value, torch.Tensor)
+                and self._param_table.is_parameter_memory(value)
+                and not is_here()
+                and tensor is not None
+            ):
+                handle = self.param_of(tensor).handle
+                is_param = isinstance(value, nn.Parameter)  # `keep_vars`.
+                state_dict[prefix + attribute] = (
+                    handle if is_param else handle.make_data(is_state=True)
+                )
+
     # -- Initialisation --------------------------------------------------------------------------
 
     @contextmanager
