@@ -342,6 +342,28 @@ def test_a_thread_that_a_micro_batch_starts_calls_no_block(
         infinity.forward_backward(model, lambda x: model(x).square().mean(), [batch(0)])
 
 
+def test_a_backward_waits_for_the_sweep_of_another_thread(swap_directory: Path) -> None:
+    """The gradients of both are added in one order."""
+    plain = Blocks()
+    loss = plain(batch(3)).sum()
+    for number in (0, 1):
+        (plain(batch(number)).square().mean() / 2).backward()
+    loss.backward()
+    with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(1) as pool:
+        loss, backwards = pool.submit(lambda: model(batch(3)).sum()).result(60), []
+
+        def sweep_loss(x: Tensor) -> Tensor:
+            if not backwards:
+                backwards.append(pool.submit(loss.backward))
+            wait(backwards, timeout=0.3)
+            return model(x).square().mean() / 2
+
+        infinity.forward_backward(model, sweep_loss, [batch(0), batch(1)])
+        backwards[0].result(60)
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(infinity.engine_of(model).read_gradient(name), parameter.grad), name
+
+
 def test_a_state_dict_beside_the_pass_of_another_thread_keeps_its_values(
     swap_directory: Path,
 ) -> None:

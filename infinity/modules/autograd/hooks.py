@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -78,6 +79,7 @@ class ModuleCall:
 
 _running_transform: Callable[[], Any] = peek_interpreter_stack
 _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+is_in_sweep: ContextVar[bool] = ContextVar("is_in_sweep", default=False)  # Of fibers, too.
 
 
 class BackwardCalls:
@@ -184,24 +186,24 @@ class BackwardCalls:
             self._uses.leave(call.units)
 
     def _begin_alone(self, begin: Callable[[], None], *, is_backward: bool) -> None:
-        """Calls `begin` once no other thread runs a backward or, for one, shows gradients: of those
-        that two threads add to one parameter some would be lost."""
+        """Calls `begin` once no other thread runs a backward or a sweep or, for a backward, shows
+        gradients: of those that two threads add to one parameter some would be lost."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
             with UNINTERRUPTED, self._uses.lock:
                 others = [thread for thread in self.armed.values() if thread]
-                shows = is_backward and any(thread != get_ident() for thread in self._showing)
+                awaited = ""
+                if self._uses.passes.is_layer_major:
+                    awaited = "runs infinity.forward_backward or infinity.forward"
+                elif is_backward and any(thread != get_ident() for thread in self._showing):
+                    awaited = "is inside infinity.gather(), which shows gradients"
                 # A thread of a device runs all backwards, and fibers run one by one.
                 is_one = is_backward and not thread_of_backward()
-                if is_one or self._uses.passes.is_layer_major:
+                if is_one or is_in_sweep.get() or not (awaited or is_backward_elsewhere(others)):
                     return begin()
-                if not (shows or is_backward_elsewhere(others)):
-                    return begin()
-            if shows and time.monotonic() > until_s:
-                raise InfinityError(
-                    "a backward while another thread is inside infinity.gather(), which shows "
-                    "gradients; leave the block first"
-                )
+            if awaited and time.monotonic() > until_s:
+                what = "a backward" if is_backward else "infinity.gather()"
+                raise InfinityError(f"{what} while another thread {awaited}; call it afterwards")
             time.sleep(LOOKS_S)
 
     @contextmanager

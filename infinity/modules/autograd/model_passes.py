@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from infinity.modules.autograd.hooks import (
     ModuleHooks,
     OwnHook,
     between_graphs,
+    is_in_sweep,
 )
 from infinity.modules.autograd.threads import Turns
 from infinity.modules.autograd.uses import UnitUses
@@ -45,7 +45,6 @@ _log = logging.getLogger("infinity")
 T = TypeVar("T")
 
 # Its micro-batches run in threads of their own, which have its context.
-_is_in_layer_major: ContextVar[bool] = ContextVar("is_in_layer_major", default=False)
 
 
 class ModelPasses:
@@ -90,7 +89,7 @@ class ModelPasses:
 
     @between_graphs
     def _pass_begins(self, module: nn.Module, args: Any) -> None:
-        if current_backward() != OUTSIDE_BACKWARD or _is_in_layer_major.get():
+        if current_backward() != OUTSIDE_BACKWARD or is_in_sweep.get():
             return
         with self.alone():
             if not self._uses.is_closed:
@@ -152,18 +151,18 @@ class ModelPasses:
         `infinity.forward`. Those that are graded come first. Returns their detached losses, then
         the results of the others."""
         is_training = any(passenger.is_graded for passenger in passengers)
-        if _is_in_layer_major.get():
+        if is_in_sweep.get():
             self._refuse_sweep(is_training=is_training)
         with self.alone():
             self._refuse_sweep(is_training=is_training)
             self._turns.take(ModelPasses.sweep.__code__)
-        token = _is_in_layer_major.set(True)
+        token = is_in_sweep.set(True)
         run = self._accumulate if is_training else self._go_forward
         try:
             with UNINTERRUPTED.but_at_checks():
                 return run(passengers)
         finally:
-            _is_in_layer_major.reset(token)
+            is_in_sweep.reset(token)
             self._turns.end(ModelPasses.sweep.__code__)
 
     def _accumulate(self, passengers: Sequence[Passenger]) -> list[Any]:
