@@ -79,7 +79,8 @@ class ModuleCall:
 
 _running_transform: Callable[[], Any] = peek_interpreter_stack
 _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
-is_in_sweep: ContextVar[bool] = ContextVar("is_in_sweep", default=False)  # Of fibers, too.
+# Of layer-major order, whose micro-batches run in threads of their own that have its context.
+is_in_sweep: ContextVar[bool] = ContextVar("is_in_sweep", default=False)
 
 
 class BackwardCalls:

@@ -44,8 +44,6 @@ _log = logging.getLogger("infinity")
 
 T = TypeVar("T")
 
-# Its micro-batches run in threads of their own, which have its context.
-
 
 class ModelPasses:
     """Begins and ends the passes of one model. Takes the engine's lock where state changes."""

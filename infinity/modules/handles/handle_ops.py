@@ -510,17 +510,13 @@ class HandleOps:
         the values would leave with the pass."""
         for attribute, tensor in module._parameters.items():
             value = state_dict.get(prefix + attribute)
-            if (
-                isinstance(value, torch.Tensor)
-                and self._param_table.is_parameter_memory(value)
-                and not is_here()
-                and tensor is not None
-            ):
-                handle = self.param_of(tensor).handle
+            param = None if tensor is None else self._param_table.find(tensor)
+            if param is None or not isinstance(value, torch.Tensor):
+                continue
+            if self._param_table.is_parameter_memory(value) and not is_here():
                 is_param = isinstance(value, nn.Parameter)  # `keep_vars`.
-                state_dict[prefix + attribute] = (
-                    handle if is_param else handle.make_data(is_state=True)
-                )
+                value = param.handle if is_param else param.handle.make_data(is_state=True)
+                state_dict[prefix + attribute] = value
 
     # -- Initialisation --------------------------------------------------------------------------
 
