@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -137,6 +138,7 @@ def _visit_again(rank: int, swap: str, rule: str, side: int, capacity: str) -> A
     except infinity.errors.ConfigError as error:
         return str(error)
     assert not served, "a rank has asked for a part while first values were written"
+    dist.barrier()  # All ranks have looked before one reads.
     found = read_weights(model)
     infinity.engine_of(model).close()
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -48,9 +49,11 @@ class DataFacts:
 
 def purpose_of(paths: Sequence[Path]) -> Purpose:
     """Returns what a model is for that learns the records of these files."""
-    records = _files(paths)[1]
-    is_pairs = records and kind_of_columns([*first_record(records)], str(records[0])) == "pairs"
-    return "embeds text" if is_pairs else "generates text"
+    with suppress(ConfigError):  # Raised again when the data is counted.
+        records = _files(paths)[1]
+        if records and kind_of_columns([*first_record(records)], str(records[0])) == "pairs":
+            return "embeds text"
+    return "generates text"
 
 
 def _files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
