@@ -338,7 +338,7 @@ class Engine(Closing):
                 self._changes.lend(units)
             with (
                 nullcontext() if modify else self._changes.watching(params),
-                self._backwards.showing(),
+                self._backwards.showing() if self.num_ranks == 1 else nullcontext(),
                 self._grads.shown(params if self.num_ranks == 1 else ()),
             ):
                 yield
@@ -362,7 +362,7 @@ class Engine(Closing):
         `what` names the caller in the error that is raised while parameters are in use. With
         several ranks, all of them make the call, and each gets access to its own state.
         """
-        with self._model_passes.alone_at_rest(), torch.no_grad():
+        with self._model_passes.alone(at_rest=True), torch.no_grad():
             if self.is_closed:
                 raise InfinityError(f"{what}: the engine of this model is closed")
             self.reset()
@@ -418,7 +418,7 @@ class Engine(Closing):
         """Enters the optimizer's step with all ranks. Afterwards gradients are sums over all
         ranks. `makes_step`: see `RankSync.begin_step`."""
         self.refuse_closed("optimizer.step()")
-        with self._model_passes.alone_at_rest():
+        with self._model_passes.alone(at_rest=True):
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")  # Parameters in use look like new ones.
             self._unmanaged_params.refuse_untrained(num_ranks=self.num_ranks)
@@ -440,7 +440,7 @@ class Engine(Closing):
     def step(self, settings: Mapping[TensorSpec, Settings]) -> None:
         """Records an optimizer step. Each unit is updated before its next use."""
         phase = self._tracer.during(Track.PHASES, "optimizer step")
-        with self._model_passes.alone_at_rest(), UNINTERRUPTED, phase:
+        with self._model_passes.alone(at_rest=True), UNINTERRUPTED, phase:
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             with self.ranks.making_step():

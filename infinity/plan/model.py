@@ -250,7 +250,7 @@ def _tensor(
     is_encoded = part.is_encoded and isinstance(place, int)
     # What is not encoded is used as it is.
     numel = params if is_encoded else part.nbytes // torch.bfloat16.itemsize
-    rows = math.prod(size[:-1])
+    rows = max(math.prod(size[:-1]), 1)
     stored_nbytes = rows * -(-part.nbytes // rows) if len(size) > 2 else part.nbytes
     dtype = dtype if is_encoded else torch.bfloat16
     size = (*size[:-1], -(-numel // rows))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter
 from infinity.engine.registry import ENGINES, engines
-from infinity.errors import UnsupportedError
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.autograd import hooks
 from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.threads import Turns, is_backward_elsewhere, is_in_module
@@ -291,7 +291,7 @@ def test_engines_are_found_while_another_thread_offloads_models(swap_directory: 
 
 
 def test_a_backward_waits_for_a_thread_that_looks_at_gradients(swap_directory: Path) -> None:
-    has_begun = threading.Event()
+    has_begun, is_over = threading.Event(), threading.Event()
     plain = Blocks()
     plain(batch(0)).sum().backward()
     plain(batch(0)).sum().backward()
@@ -301,32 +301,36 @@ def test_a_backward_waits_for_a_thread_that_looks_at_gradients(swap_directory: P
             with infinity.gather(model):
                 has_begun.set()
                 time.sleep(0.3)
+                is_over.set()
 
         model(batch(0)).sum().backward()
         loss = model(batch(0)).sum()
         looking = pool.submit(look)
         assert has_begun.wait(60)
         loss.backward()
-        assert looking.done()
+        assert is_over.is_set()
+        looking.result(60)
         for name, parameter in plain.named_parameters():
             assert torch.equal(infinity.engine_of(model).read_gradient(name), parameter.grad)
 
 
 def test_a_step_waits_for_a_thread_that_reads_weights(swap_directory: Path) -> None:
-    has_begun = threading.Event()
+    has_begun, is_over = threading.Event(), threading.Event()
     with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(1) as pool:
 
         def read() -> None:
             with infinity.gather(model):
                 has_begun.set()
                 time.sleep(0.2)
+                is_over.set()
 
         optimizer = infinity.AdamW(model)
         model(batch(0)).sum().backward()
         reading = pool.submit(read)
         assert has_begun.wait(60)
         optimizer.step()
-        assert reading.done()
+        assert is_over.is_set()
+        reading.result(60)
 
 
 def test_a_thread_that_a_micro_batch_starts_calls_no_block(
@@ -340,6 +344,48 @@ def test_a_thread_that_a_micro_batch_starts_calls_no_block(
         pytest.raises(UnsupportedError, match="own"),
     ):
         infinity.forward_backward(model, lambda x: model(x).square().mean(), [batch(0)])
+
+
+def test_backwards_that_have_failed_keep_no_other_thread_waiting(swap_directory: Path) -> None:
+    meeting = threading.Barrier(2, timeout=60)
+
+    def fail(gradient: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def meet(gradient: Tensor) -> None:
+        meeting.wait()
+
+    with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(2) as pool:
+
+        def body(number: int) -> None:
+            hidden = model.blocks[0](batch(number).requires_grad_())
+            output = model.blocks[1](hidden)
+            meeting.wait()
+            handle = hidden.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                output.sum().backward(retain_graph=True)
+            handle.remove()
+            meeting.wait()
+            again = output * 1
+            again.register_hook(meet)  # Both run a backward before either begins the blocks'.
+            again.sum().backward()
+
+        for found in [pool.submit(body, number) for number in (0, 1)]:
+            found.result(60)
+
+
+def test_an_export_inside_a_sweep_is_refused(swap_directory: Path) -> None:
+    """The sweep would wait for it, and it for the sweep."""
+
+    def loss(x: Tensor) -> Tensor:
+        infinity.checkpoint.export_safetensors(model, swap_directory.with_name("export"))
+        return model(x).sum()
+
+    with (
+        offloaded(Blocks(), swap_config(swap_directory)) as model,
+        pytest.raises(InfinityError, match="behind that call"),
+    ):
+        infinity.forward_backward(model, loss, [batch(0), batch(1)])
 
 
 def test_a_backward_waits_for_the_sweep_of_another_thread(swap_directory: Path) -> None:

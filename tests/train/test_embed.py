@@ -180,6 +180,7 @@ def test_a_new_file_is_planned_and_trains(
     assert planned.exit_code == 0 and "fits this machine" in planned.output
     table["train"] |= {"steps": 1, "warmup_steps": 0}
     run(table)
+    assert metrics(table)[0][0] > 0  # A loss that compares records, of a batch that has several.
     assert len(st.SentenceTransformer(table["output"]["directory"], device="cpu")) == 2
 
 
@@ -190,6 +191,7 @@ def test_a_new_file_is_planned_and_trains(
         ({"train": {"embed": {"loss": RANKING, "options": {"margin": 1}}}}, PAIRS, "margin"),
         ({"train": {"embed": {"loss": RANKING, "prompts": {"query": "q"}}}}, PAIRS, "query is no column"),
         ({"train": {"embed": {"loss": "CoSENTLoss"}}}, PAIRS, "2 texts and a score"),
+        ({"train": {"batch_size": 1}}, PAIRS, "compares the records of a batch"),
         ({"train": {"embed": {"loss": "TripletLoss"}}}, PAIRS, "3 texts and no score"),
         ({}, SCORED, "2 or more texts and no score"),
         ({}, [*PAIRS[:9], {"anchor": "a", "positive": " "}], "record 10: positive: it has no token"),

@@ -83,6 +83,9 @@ _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 is_in_sweep: ContextVar[bool] = ContextVar("is_in_sweep", default=False)
 
 
+_FAILED = 1  # No thread has this identity.
+
+
 class BackwardCalls:
     """The module calls whose units each running backward has acquired."""
 
@@ -192,7 +195,10 @@ class BackwardCalls:
         until_s = time.monotonic() + PATIENCE_S
         while True:
             with UNINTERRUPTED, self._uses.lock:
-                others = [thread for thread in self.armed.values() if thread]
+                if is_backward and not is_nested_backward():  # Earlier ones of this thread failed.
+                    failed = [n for n, thread in [*self.armed.items()] if thread == get_ident()]
+                    self.armed.update(dict.fromkeys(failed, _FAILED))
+                others = [thread for thread in [*self.armed.values()] if thread]
                 awaited = ""
                 if self._uses.passes.is_layer_major:
                     awaited = "runs infinity.forward_backward or infinity.forward"

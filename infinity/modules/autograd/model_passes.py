@@ -103,13 +103,22 @@ class ModelPasses:
             or any(thread in hooks.threads for hooks in self._hooks)
         )
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Holds the engine's lock while no other thread runs a pass; waits for its end."""
-        return self._turns.alone(self._backwards.armed)
+    def alone(self, *, at_rest: bool = False) -> AbstractContextManager[None]:
+        """Holds the engine's lock while no other thread runs a pass; waits for its end. `at_rest`:
+        while none uses units outside of passes, either. Raises InfinityError in the loss of a
+        sweep."""
+        # The thread that has the turn waits for the thread of this micro-batch.
+        if is_in_sweep.get() and self._passes.is_layer_major and self._turns.is_elsewhere:
+            raise InfinityError(
+                "a step, a checkpoint or an export inside infinity.forward_backward or "
+                "infinity.forward; make it behind that call"
+            )
+        return self._turns.alone(self._others, self._is_read_elsewhere if at_rest else None)
 
-    def alone_at_rest(self) -> AbstractContextManager[None]:
-        """As `alone`, while no other thread uses units outside of passes, either."""
-        return self._turns.alone(self._backwards.armed, self._is_read_elsewhere)
+    def _others(self) -> list[int]:
+        """Returns the threads of the backwards, but not of that which calls this."""
+        running = current_backward()
+        return [thread for n, thread in [*self._backwards.armed.items()] if n != running]
 
     def _is_read_elsewhere(self) -> bool:
         self.reset()

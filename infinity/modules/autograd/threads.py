@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -113,17 +113,17 @@ class Turns:
 
     @contextmanager
     def alone(
-        self, backwards: Mapping[int, int], is_read: Callable[[], bool] = lambda: False
+        self, backwards: Callable[[], Collection[int]], is_read: Callable[[], bool] | None = None
     ) -> Iterator[None]:
         """Holds the lock for the time of a `with` block, once no other thread has the turn or runs
-        one of the `backwards`, by their threads; and once `is_read` says that none reads, unless
-        that takes long. The caller does not hold the lock."""
+        one of the backwards, of which `backwards` returns the threads; and once `is_read` says that
+        none reads, unless that takes long. The caller does not hold the lock."""
         with self._ended:
             until_s = time.monotonic() + PATIENCE_S
             while (
                 self.is_elsewhere
-                or is_backward_elsewhere(backwards.values())
-                or (is_read() and time.monotonic() < until_s)
+                or is_backward_elsewhere(backwards())
+                or (is_read is not None and is_read() and time.monotonic() < until_s)
             ):
                 self._ended.wait(LOOKS_S)
             yield

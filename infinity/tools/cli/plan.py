@@ -294,12 +294,10 @@ def _predict(asked: PlanOptions) -> None:
             config, model, machine, batch,
             num_ranks=asked.ranks, num_nodes=asked.nodes, shard_drives=drives,
         )  # fmt: skip
-    second = "half of the budgets is for the second model, whose reads and time are not counted"
-    found = replace(
-        found, data_tokens=data, other=on_other_drives(config, model, found),
-        warnings=(*found.warnings, *[second] * has_second),
-    )  # fmt: skip
+    found = replace(found, data_tokens=data, other=on_other_drives(config, model, found))
     advice = advise(config, model, found)
+    second = "half of the budgets is for the second model, whose reads and time are not counted"
+    found = replace(found, warnings=(*found.warnings, *[second] * has_second))
     reply(report.to_dict(found, advice), report.to_text(found, advice))
     if asked.plot is not None or asked.html is not None:
         from infinity.tools.pictures.timeline import paint

@@ -258,13 +258,16 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
     length, why_length = _length(wish)
     num_sequences = _num_sequences(wish.data, length)
     most_a_step = _SEQUENCES_A_STEP * wish.num_ranks
+    compares = wish.data is not None and wish.data.noun in _LOSSES  # The records of a batch.
+    least = 2 if compares else 1
     of_all = wish.sequences or min(
         most_a_step,
-        max(1, (num_sequences or most_a_step * _LEAST_STEPS_A_PASS) // _LEAST_STEPS_A_PASS),
+        max(least, (num_sequences or most_a_step * _LEAST_STEPS_A_PASS) // _LEAST_STEPS_A_PASS),
     )
     wanted = max(1, of_all // wish.num_ranks)
     of_all = wanted * wish.num_ranks
     most = max(1, min(wanted, _BATCH_TOKENS // length, num_sequences or wanted))
+    most = wanted if compares else most
     size = next(number for number in range(most, 0, -1) if wanted % number == 0)
     steps, why_steps = _STEPS_WITHOUT_DATA, "no data was given to count (infinity new --data)"
     if num_sequences is not None:

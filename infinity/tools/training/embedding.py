@@ -23,8 +23,9 @@ _TEXTS: dict[str, tuple[int, int, bool]] = {
 _OF_RANKING = (2, 1 << 10, False)
 
 
-def check_columns(names: list[str], options: Embed, place: str) -> None:
-    """Raises ConfigError for records that the loss does not take, and for prompts of others."""
+def check_columns(names: list[str], options: Embed, place: str, batch_size: int) -> None:
+    """Raises ConfigError for records that the loss does not take, for batches that it cannot
+    compare, and for prompts of other columns."""
     texts, has_score = [name for name in names if name != "score"], "score" in names
     least, most, needs_score = _TEXTS.get(options.loss, _OF_RANKING)
     if not least <= len(texts) <= most or has_score != needs_score:
@@ -32,6 +33,13 @@ def check_columns(names: list[str], options: Embed, place: str) -> None:
         raise ConfigError(
             f"data.paths: {place} has the columns {', '.join(names)}; {options.loss} takes "
             f"{wanted} texts and {'a' if needs_score else 'no'} score (or label)"
+        )
+    compares = options.loss in ("CoSENTLoss", "AnglELoss")
+    compares |= "Ranking" in options.loss and len(texts) == 2
+    if compares and batch_size == 1:  # Its loss would be 0.
+        raise ConfigError(
+            f"train.batch_size: {options.loss} compares the records of a batch; expected 2 or "
+            "more; got 1"
         )
     if strangers := options.prompts.keys() - {*texts}:
         raise ConfigError(

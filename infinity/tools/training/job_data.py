@@ -179,7 +179,7 @@ def read_records(
         return labelled_ids(found, fast, config.data.sequence_length, place), "labelled texts", None
     kind = kind_of(found, method=method, place=place)
     if config.train.embed is not None:
-        check_columns(found.column_names, config.train.embed, place)
+        check_columns(found.column_names, config.train.embed, place, config.train.batch_size)
         return found, kind, None
     only = config.data.assistant_only_loss
     if "images" not in found.column_names:
