@@ -290,47 +290,45 @@ def test_engines_are_found_while_another_thread_offloads_models(swap_directory: 
     assert since
 
 
-def test_a_backward_waits_for_a_thread_that_looks_at_gradients(swap_directory: Path) -> None:
+@contextmanager
+def gathered_elsewhere(model: nn.Module, seconds: float) -> Iterator[threading.Event]:
+    """Another thread is inside `infinity.gather`, and leaves it after a time. Yields what it sets."""
     has_begun, is_over = threading.Event(), threading.Event()
+
+    def look() -> None:
+        with infinity.gather(model):
+            has_begun.set()
+            time.sleep(seconds)
+            is_over.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        assert has_begun.wait(60)
+        yield is_over
+        looking.result(60)
+
+
+def test_a_backward_waits_for_a_thread_that_looks_at_gradients(swap_directory: Path) -> None:
     plain = Blocks()
     plain(batch(0)).sum().backward()
     plain(batch(0)).sum().backward()
-    with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(1) as pool:
-
-        def look() -> None:
-            with infinity.gather(model):
-                has_begun.set()
-                time.sleep(0.3)
-                is_over.set()
-
+    with offloaded(Blocks(), swap_config(swap_directory)) as model:
         model(batch(0)).sum().backward()
         loss = model(batch(0)).sum()
-        looking = pool.submit(look)
-        assert has_begun.wait(60)
-        loss.backward()
-        assert is_over.is_set()
-        looking.result(60)
+        with gathered_elsewhere(model, 0.3) as is_over:
+            loss.backward()
+            assert is_over.is_set()
         for name, parameter in plain.named_parameters():
             assert torch.equal(infinity.engine_of(model).read_gradient(name), parameter.grad)
 
 
 def test_a_step_waits_for_a_thread_that_reads_weights(swap_directory: Path) -> None:
-    has_begun, is_over = threading.Event(), threading.Event()
-    with offloaded(Blocks(), swap_config(swap_directory)) as model, ThreadPoolExecutor(1) as pool:
-
-        def read() -> None:
-            with infinity.gather(model):
-                has_begun.set()
-                time.sleep(0.2)
-                is_over.set()
-
+    with offloaded(Blocks(), swap_config(swap_directory)) as model:
         optimizer = infinity.AdamW(model)
         model(batch(0)).sum().backward()
-        reading = pool.submit(read)
-        assert has_begun.wait(60)
-        optimizer.step()
-        assert is_over.is_set()
-        reading.result(60)
+        with gathered_elsewhere(model, 0.2) as is_over:
+            optimizer.step()
+            assert is_over.is_set()
 
 
 def test_a_thread_that_a_micro_batch_starts_calls_no_block(

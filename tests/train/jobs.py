@@ -111,6 +111,15 @@ def start(job: Path, *arguments: str, at_most: int | None = None) -> Script:
     return Script(code, *held, "train", job / "job.toml", *arguments)
 
 
+def run_and_kill(job: Path, count: int, processes: list[Any], name: str = "job.toml") -> None:
+    """Kills `infinity train` behind so many steps, in a process of the fixture `processes`."""
+    process = Script(HELD + COMMAND, count, "train", job / name)
+    processes.append(process)
+    wait_for_steps(job, count, process)
+    process.kill()
+    process.wait()
+
+
 def wait_for_steps(job: Path, count: int, process: Script | subprocess.Popen[str]) -> None:
     metrics = job / "output" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= count, process)

@@ -34,7 +34,7 @@ from infinity.tools.training.replay import replay
 from infinity.tools.training.settle import settle
 from tests.support.bits import aligned
 from tests.support.commands import run_command
-from tests.train.jobs import lines_of, start, wait_for_steps
+from tests.train.jobs import lines_of, run_and_kill
 
 diffusers = pytest.importorskip("diffusers", reason="pip install diffusers")
 training_utils = pytest.importorskip("diffusers.training_utils")
@@ -358,11 +358,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(
     plain = Plain(home / "flux", adapter=True)
     want = plain.run(home / "images")
     job = job_of(tmp_path, home, "flux", "nvme", ADAPTER)
-    process = start(job, at_most=2)
-    processes.append(process)
-    wait_for_steps(job, 2, process)
-    process.kill()
-    process.wait()
+    run_and_kill(job, 2, processes)
     job_of(tmp_path, home, "flux", "host", ADAPTER)
     assert train(job, resume=True) == want
     same(plain, job / "output")

@@ -26,10 +26,9 @@ from infinity.tools.cli import app
 from infinity.tools.training.job_data import split_rows
 from tests.integrations.test_sentence_transformers import SMALL, losses, st, steps, vectors
 from tests.integrations.test_trl import datasets, texts, tokenizer
-from tests.support.forked import COMMAND, Script
 
 from . import plain
-from .jobs import HELD, lines_of, metrics, run, wait_for_steps
+from .jobs import lines_of, metrics, run, run_and_kill
 from .record_jobs import adapter_job, write
 
 modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
@@ -148,11 +147,7 @@ def test_a_run_that_was_killed_in_a_second_epoch_goes_on_as_if_it_had_not_been(
     table["train"] |= {"steps": 7, "eval_every": 3}
     table["checkpoint"] = {"every": 4}
     (tmp_path / "job.json").write_text(json.dumps(table))
-    process = Script(HELD + COMMAND, 5, "train", tmp_path / "job.json")
-    processes.append(process)
-    wait_for_steps(tmp_path, 5, process)
-    process.kill()
-    process.wait()
+    run_and_kill(tmp_path, 5, processes, "job.json")
     assert run(table, resume=True)["resumed_at"] == 4
     parts = split_rows(len(PAIRS), held_out=0.2, seed=0, shuffle=True)
     model, trainer = in_memory(table, *([PAIRS[i] for i in part] for part in parts))

@@ -37,11 +37,10 @@ from infinity.tools.training.job_data import measure
 from infinity.tools.training.merge import plan_merge
 from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.bits import aligned, assert_same
-from tests.support.forked import COMMAND, Script
 from tests.support.quantized import tiny_causal_lm, write_quantized
 
 from . import plain
-from .jobs import HELD, lines_of, wait_for_steps
+from .jobs import lines_of, run_and_kill
 from .record_jobs import adapter_job, write
 from .test_records import CHAT, PREFERENCES, as_messages, base, metrics, run  # noqa: F401
 
@@ -130,11 +129,7 @@ def test_a_classifier_that_was_killed_goes_on_as_if_it_had_not_been(
     whole = table | {"output": {"directory": str(tmp_path / "whole")}}
     run(whole)
     (tmp_path / "job.json").write_text(json.dumps(table))
-    process = Script(HELD + COMMAND, 5, "train", tmp_path / "job.json")
-    processes.append(process)
-    wait_for_steps(tmp_path, 5, process)
-    process.kill()
-    process.wait()
+    run_and_kill(tmp_path, 5, processes, "job.json")
     with pytest.raises(ConfigError, match=r"train\.labels is"):
         run(changed_train(table, labels=LABELS[::-1]), resume=True)
     assert run(table, resume=True)["resumed_at"] == 4

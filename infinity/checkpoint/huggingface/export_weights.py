@@ -73,46 +73,51 @@ def export_safetensors(
     Raises ConfigError for a PEFT model and for a bad `max_shard_nbytes`, StorageError for too
     little space before anything is written, and for a write that fails.
     """
-    directory = Path(directory)
+    directory, read = Path(directory), read or _reader(model, master=master)
     engine = _engine_of(model)
     with contextlib.nullcontext() if engine is None else engine.alone():  # Files are of one step.
         plan = plan_export(model, max_shard_nbytes=max_shard_nbytes, master=master)
-        make_directory(directory)
-        check_space(directory, plan.nbytes)
-        read = read or _reader(model, master=master)
-        fetch, tiles_of = _fetcher(model, read), _tiles_of(model)
-        writers: dict[str, SafetensorsWriter] = {}
-        texts = directory / ".texts.partial"
-        try:
-            for group in plan.groups:
-                tiles = tiles_of(group)
-                made = {} if tiles else group.convert(fetch, model)
-                for name in [group.first_target] if tiles else list(made):
-                    shard = plan.shard_of[name]
-                    if shard not in writers:
-                        writers[shard] = SafetensorsWriter(
-                            directory / shard, plan.shards[shard], metadata={"format": "pt"}
-                        )
-                    if tiles:
-                        _write_tiles(writers[shard], name, tiles, read)
-                    else:
-                        writers[shard].write(name, made.pop(name))
-                    if writers[shard].is_complete:
-                        writers[shard].finish()
-            with reporting("export", directory):
-                shutil.rmtree(texts, ignore_errors=True)
-                texts.mkdir()
-                _write_texts(model, texts, tokenizer, master=master)
-                if len(plan.shards) > 1:
-                    _write_index(directory / plan.partial_index_name, plan)
-                _commit(directory, texts, plan, writers)
-        finally:
-            shutil.rmtree(texts, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                (directory / plan.partial_index_name).unlink()
-            for writer in writers.values():
-                writer.close()
+        _write(model, directory, plan, tokenizer, read, master=master)
     return [directory / shard for shard in plan.shards]
+
+
+def _write(
+    model: nn.Module, directory: Path, plan: ExportPlan, tokenizer: Any, read: Read, *, master: bool
+) -> None:
+    make_directory(directory)
+    check_space(directory, plan.nbytes)
+    fetch, tiles_of = _fetcher(model, read), _tiles_of(model)
+    writers: dict[str, SafetensorsWriter] = {}
+    texts = directory / ".texts.partial"
+    try:
+        for group in plan.groups:
+            tiles = tiles_of(group)
+            made = {} if tiles else group.convert(fetch, model)
+            for name in [group.first_target] if tiles else list(made):
+                shard = plan.shard_of[name]
+                if shard not in writers:
+                    writers[shard] = SafetensorsWriter(
+                        directory / shard, plan.shards[shard], metadata={"format": "pt"}
+                    )
+                if tiles:
+                    _write_tiles(writers[shard], name, tiles, read)
+                else:
+                    writers[shard].write(name, made.pop(name))
+                if writers[shard].is_complete:
+                    writers[shard].finish()
+        with reporting("export", directory):
+            shutil.rmtree(texts, ignore_errors=True)
+            texts.mkdir()
+            _write_texts(model, texts, tokenizer, master=master)
+            if len(plan.shards) > 1:
+                _write_index(directory / plan.partial_index_name, plan)
+            _commit(directory, texts, plan, writers)
+    finally:
+        shutil.rmtree(texts, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (directory / plan.partial_index_name).unlink()
+        for writer in writers.values():
+            writer.close()
 
 
 def export_checkpoint_safetensors(

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -81,8 +80,6 @@ _running_transform: Callable[[], Any] = peek_interpreter_stack
 _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 # Of layer-major order, whose micro-batches run in threads of their own that have its context.
 is_in_sweep: ContextVar[bool] = ContextVar("is_in_sweep", default=False)
-
-
 _FAILED = 1  # No thread has this identity.
 
 
@@ -368,7 +365,7 @@ class ModuleHooks:
         """Forgets forwards that ended by an exception, which hooks do not see. Those of other
         threads may still run."""
         for thread in list(self._running):
-            if thread != threading.get_ident() and is_in_module(thread):
+            if thread != get_ident() and is_in_module(thread):
                 continue
             with UNINTERRUPTED:
                 for _ in self._running.pop(thread, ()):  # It may have ended since.
@@ -387,18 +384,18 @@ class ModuleHooks:
         self._begin(self.hooked)
         with UNINTERRUPTED:
             self._uses.enter(self.hooked.units)
-            numbers = self._running.setdefault(threading.get_ident(), [])
+            numbers = self._running.setdefault(get_ident(), [])
             numbers.append(get_sequence_nr())
 
     @between_graphs
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        numbers = self._running.get(threading.get_ident())
+        numbers = self._running.get(get_ident())
         if not numbers:
             return output  # The pre-forward hook has raised.
         with UNINTERRUPTED:
             first = numbers.pop()
             if not numbers:
-                del self._running[threading.get_ident()]
+                del self._running[get_ident()]
             try:
                 output = detach_from_parameters(output, self._uses.is_parameter_memory)
                 if output is not None and torch.is_grad_enabled():

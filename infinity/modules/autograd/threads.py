@@ -81,14 +81,11 @@ def is_nested_backward() -> bool:
 
 def is_backward_elsewhere(threads: Collection[int]) -> bool:
     """Whether one of these threads, and not this one, runs a backward. 0: any thread."""
-    others = [*threads]  # One step for the GIL: other threads begin and end theirs.
-    others = [thread for thread in others if thread != get_ident()]
+    # A copy is one step for the GIL: other threads begin and end theirs.
+    others = [thread for thread in [*threads] if thread != get_ident()]
     found = stacks([] if 0 in others else others) if others else {}
-    return any(
-        frame.f_code is _BACKWARD
-        for thread, frames in found.items()
-        for frame in (frames if thread != get_ident() else ())
-    )
+    found.pop(get_ident(), None)
+    return any(frame.f_code is _BACKWARD for frames in found.values() for frame in frames)
 
 
 class Turns:

@@ -266,8 +266,8 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
     )
     wanted = max(1, of_all // wish.num_ranks)
     of_all = wanted * wish.num_ranks
-    most = max(1, min(wanted, _BATCH_TOKENS // length, num_sequences or wanted))
-    most = wanted if compares else most
+    micro = wanted if compares else min(wanted, _BATCH_TOKENS // length, num_sequences or wanted)
+    most = max(1, micro)
     size = next(number for number in range(most, 0, -1) if wanted % number == 0)
     steps, why_steps = _STEPS_WITHOUT_DATA, "no data was given to count (infinity new --data)"
     if num_sequences is not None:

@@ -169,12 +169,6 @@ class Denoising:
                 torch.cuda.empty_cache()
             give_back()
 
-    @property
-    def size_facts(self) -> list[Any]:
-        """What decides the size of an image in pixels."""
-        options = self.options
-        return [options.resolution, *(["keep"] if options.aspect == "keep" else [])]
-
     def moments(self, pipeline: Any, image: Any, at: str) -> Tensors:
         """Returns mean and log-variance of the latents of an image: (1, 2 channels, ...). `at`
         names the image."""
@@ -186,10 +180,8 @@ class Denoising:
         width, height = side, side
         if self.options.aspect == "keep":
             scale = side / math.sqrt(math.prod(image.size))
-            is_plain = hasattr(pipeline, "vae_scale_factor")  # Of films, it is one of two.
-            patch = 2 * (
-                pipeline.vae_scale_factor if is_plain else pipeline.vae_scale_factor_spatial
-            )
+            plain = getattr(pipeline, "vae_scale_factor", None)  # Of films, it is one of two.
+            patch = 2 * (plain or pipeline.vae_scale_factor_spatial)
             width, height = (max(round(n * scale / patch), 1) * patch for n in image.size)
             self._refuse_long(max(width, height), f'{at}: with train.diffusion.aspect = "keep"')
         pixels = processor.preprocess(image, height=height, width=width, resize_mode="crop")

@@ -167,7 +167,9 @@ def _encoded(
     directory, length, vae = cache_of(config), config.data.sequence_length, ["vae"]
     with reporting("open", directory):
         make_directory(directory)
-    of_image = [*denoising.facts(vae), *denoising.size_facts]
+    of_image = [*denoising.facts(vae), denoising.options.resolution]
+    if denoising.options.aspect == "keep":  # Squares have the names that they had without the key.
+        of_image.append("keep")
     images = [_name_of(_content(image, at), of_image) for image, _, at in found]
     wanted = _missing(images, directory)
     if wanted:
