@@ -338,8 +338,7 @@ class StreamDevice(DeviceAdapter):
             self._under_way.append(copy)
         return copy
 
-    # -- Between the devices of several ranks: see distributed/collective/exchange.py
-    # -------------------------------
+    # -- Between the devices of several ranks: see distributed/collective/exchange.py --------------
 
     @reporting_faults
     def bring(self, on_host: torch.Tensor, on_device: torch.Tensor) -> StreamCopy:

@@ -92,6 +92,13 @@ def test_every_fence_of_a_page_is_read_as_one() -> None:
     assert not broken_fences('```toml title="a.toml"\na = 1\n```\n')
 
 
+def test_no_empty_line_cuts_a_table_or_follows_another() -> None:
+    for page in (*DOCS.rglob("*.md"), ROOT / "README.md"):
+        prose = re.sub(r"(?ms)^( *)```.*?^\1```$", "code", page.read_text())
+        assert not re.search(r"^\|.*\n\n\|.*\n(?!\|[ :|-]+$)", prose, re.MULTILINE), page
+        assert "\n\n\n" not in prose, page
+
+
 def test_every_page_stands_behind_one_of_five_doors() -> None:
     """The tabs of the site and the sections of CONTENTS.md have the same pages."""
 
