@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import infinity
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
+from tests.support.forked import EXIT, run_script
 
 from .harness import swap_config
 
@@ -278,7 +277,7 @@ def test_a_whole_graph_over_a_weight_is_refused_unless_it_is_gathered(tmp_path):
 
 
 FORKS = """
-    import os, sys, warnings
+    import atexit, os, sys, warnings
     warnings.simplefilter("ignore")
     import torch
     from torch import nn
@@ -298,7 +297,8 @@ FORKS = """
                 sys.exit(8)
         infinity.engine_of(model).close()
         del model  # A child may also drop it.
-        sys.exit(7)  # Finalizers run here, as they would not with os._exit.
+        atexit._run_exitfuncs()  # Finalizers run here, as at the end of an interpreter.
+        os._exit(7)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 7
     assert any(name.endswith(".swap") for name in os.listdir({path!r})), os.listdir({path!r})
@@ -311,10 +311,7 @@ FORKS = """
 def test_a_forked_child_leaves_the_parents_files(tmp_path: Path) -> None:
     swap = tmp_path / "swap"
     program = textwrap.dedent(FORKS).format(config=swap_config(swap), path=str(swap))
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    ran = run_script(program + EXIT)
     assert ran.returncode == 0, ran.stderr
     assert "the parent went on" in ran.stdout
     assert "Traceback" not in ran.stderr, ran.stderr

@@ -1,14 +1,13 @@
-"""Scripts that end without `close`, in interpreters of their own: exit handlers do what is left."""
+"""Scripts that end without `close`: exit handlers do what is left."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.exhaustive import sampled
+from tests.support.forked import EXIT, Script
 
 # Rank 1 ends behind a step whose updates wait, in lockstep. Rank 0 makes one more backward, for
 # which rank 1 gives its shards, and reads weights that rest there.
@@ -68,15 +67,7 @@ print("over", flush=True)
 def test_a_script_that_ends_without_close_serves_the_ranks_that_still_work(
     tmp_path: Path, tier: str, exchange: str
 ) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path), tier, exchange],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    processes = [Script(SCRIPT + EXIT, rank, tmp_path, tier, exchange) for rank in range(2)]
     try:
         for process in processes:
             said, errors = process.communicate(timeout=120)

@@ -36,6 +36,8 @@ _PRELOADED = [
     "trl.trainer.sft_trainer",
 ]
 
+# Behind a script: what an interpreter does at its end, which a forked process leaves out.
+EXIT = "\nimport atexit, threading\nthreading._shutdown()\natexit._run_exitfuncs()\n"
 COMMAND = "from infinity.tools.cli import main; main()"
 TIME_LIMIT_S = 600.0  # Of a hang, on the slowest machine; what is tested takes seconds.
 
