@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.support.commands import run_command
-from tests.support.forked import COMMAND
 from tests.support.sampling_server import serving
 from tests.train.jobs import CONFIG, write_job
 
@@ -93,18 +89,12 @@ def test_a_merge_and_an_adapter_for_a_server_are_uploaded(
     }
 
 
-def test_the_export_of_a_run_is_uploaded_to_the_hub_of_the_environment(
-    hub: tuple[Hub, str], tmp_path: Path
-) -> None:
+def test_the_export_of_a_run_is_uploaded(hub: tuple[Hub, str], tmp_path: Path) -> None:
     """Without what the run says of itself, and without its checkpoints."""
     checkpoint = '[checkpoint]\ndirectory = "output/checkpoints"\n'
     write_job(tmp_path, CONFIG + "steps = 2\n" + checkpoint)
-    words = [sys.executable, "-c", COMMAND, "train", "job.toml", "--push", "me/run"]
-    environment = {**os.environ, "HF_ENDPOINT": hub[1], "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_command("train", tmp_path / "job.toml", "--push", "me/run")
+    assert done.exit_code == 0, done.output
     own = ("infinity-run.json", "summary.json", "metrics.jsonl", "shards.json")
     expected = files_of(tmp_path / "output", lambda name: name not in own and name[0] != ".")
     assert hub[0].files == {"me/run": expected} and "model.safetensors" in expected

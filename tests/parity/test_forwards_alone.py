@@ -76,13 +76,13 @@ def test_each_weight_is_read_once_for_all_batches(swap_directory: Path) -> None:
 def decoder() -> nn.Module:
     """Its blocks draw numbers in training."""
     torch.manual_seed(0)
-    model = TinyDecoder(layers=32)
+    model = TinyDecoder(layers=16)
     model.blocks = nn.ModuleList(nn.Sequential(block, nn.Dropout(0.1)) for block in model.blocks)
     return model
 
 
 def tight_config(directory: Path) -> dict[str, Any]:
-    return swap_config(directory, host_nbytes="1MiB", update_chunk="16KiB")
+    return swap_config(directory, host_nbytes="640KiB", update_chunk="16KiB")
 
 
 def test_an_evaluation_in_the_window_of_a_step_changes_no_bit_of_it(swap_directory: Path) -> None:

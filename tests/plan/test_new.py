@@ -34,7 +34,7 @@ from tests.support.forked import COMMAND, run_script
 RUNNER = CliRunner()
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
-    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 12, "head_dim": 128,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
     "max_position_embeddings": 40960, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -241,7 +241,7 @@ def test_data_that_train_would_refuse_are_refused(
 
 
 def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:
-    directory = config_only(tmp_path / "qwen3", QWEN3 | {"num_hidden_layers": 12})
+    directory = config_only(tmp_path / "qwen3", QWEN3)
     hardware = tmp_path / "large.toml"
     hardware.write_text(MACHINE.format(memory="512GB"))
     assert (
@@ -262,7 +262,7 @@ def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_with_the_key_and_nothing_is_written(
     tmp_path: Path, machine: Path
 ) -> None:
-    directory = config_only(tmp_path / "qwen3", QWEN3 | {"num_hidden_layers": 12})
+    directory = config_only(tmp_path / "qwen3", QWEN3)
     machine.write_text(machine.read_text().replace("1TB", "1GB"))
     file = tmp_path / "run.toml"
     result = run(directory, "--full", "--hardware", machine, "-o", file)

@@ -306,8 +306,8 @@ def same(plain: Plain, output: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "adapter", "place"), [
-    ("flux", ADAPTER, "nvme"), ("flux", ADAPTER, "device"), ("flux", "", "nvme"),
-    ("qwen", ADAPTER, "nvme"), ("qwen", "", "host"), ("sd3", ADAPTER, "nvme"),
+    ("flux", ADAPTER, "device"), ("flux", "", "nvme"), ("qwen", ADAPTER, "nvme"),
+    ("qwen", "", "host"), ("sd3", ADAPTER, "nvme"),
     ("wan", ADAPTER, "host"), ("wan", "", "nvme"),
 ])  # fmt: skip
 def test_a_run_has_the_bits_of_the_plain_loop_wherever_state_lies(

@@ -340,6 +340,8 @@ def test_a_census_counts_what_the_router_of_a_plain_forward_chooses(
     base, decoded = base_of("kimi-k2", "int4")
     job["adapter"] |= {"experts_full": "top 13%", "experts_census": str(tmp_path / "census.json")}
     (tmp_path / "job.toml").write_text(_toml(job))
+    text = tmp_path / "text.txt"
+    text.write_bytes(text.read_bytes()[:1000])
     request = Request(
         model=base, data=(tmp_path / "job.toml",), output=tmp_path / "scores.jsonl",
         routing=tmp_path / "census.json", sweep_tokens=256, dtype="float32",
