@@ -307,7 +307,8 @@ def write_quantized(
     """Writes a transformers model as a quantised checkpoint of one of the LAYOUTS.
 
     Creates the directory. Tensors that are not quantised keep the dtype that they have in the
-    model. Asserts that the layout stores some tensor of the model.
+    model; a router has that of the model, as published, where its class computes it in fp32.
+    Asserts that the layout stores some tensor of the model.
     """
     layout, target = LAYOUTS[codec_name], Path(directory)
     target.mkdir(parents=True)
@@ -323,7 +324,8 @@ def write_quantized(
             codec = replace(codec, group=weight.shape[-1])
         if codec is None:
             plain.append(name)
-            stored[name] = _plain(weight)
+            is_router = name.endswith(".gate.weight")
+            stored[name] = _plain(weight.to(model.dtype) if is_router else weight)
         else:
             stored.update(_encoded(name, weight, codec, layout))
     if layout.table:
