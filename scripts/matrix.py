@@ -58,8 +58,9 @@ PARITY = [
     )
 ]  # fmt: skip
 INTEGRATIONS = [
-    "tests/integrations/test_adapters.py", "tests/integrations/test_hf.py",
-    "tests/integrations/test_trl.py", "tests/integrations/test_windows.py",
+    "tests/convert/test_merge.py", "tests/integrations/test_adapters.py",
+    "tests/integrations/test_hf.py", "tests/integrations/test_trl.py",
+    "tests/integrations/test_windows.py", "tests/plan/test_directory.py",
     "tests/train/test_adapter.py",
 ]  # fmt: skip
 BARE = ["tests/unit/test_cli_help.py", "tests/unit/test_config_load.py"]

@@ -530,5 +530,6 @@ TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {**_TINY_EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1},
     ),
+    "ernie-moe": ("ernie4_5_moe", {**_TINY_EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
     "llama": ("llama", {**_TINY, "intermediate_size": 320}),
 }

@@ -9,6 +9,7 @@ once; the product of one expert is the same sum of `rank` terms.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from infinity.codecs import Plain
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.modules.reading.configuration import auto_class, config_of_directory, empty_model
+from infinity.modules.reading.dtypes import names_kept_wide
 from infinity.tools.convert.quantize import plain, without_quantisation
 from infinity.tools.convert.rewrite import (
     DirectoryPlan,
@@ -49,6 +51,7 @@ class Change:
     layer: Any  # One of PEFT's, or the tensor that replaces the stored one.
     placed: PlacedSource
     is_full: bool  # The tensor is all of the parameter, perhaps transposed.
+    is_wide: bool  # The model has the parameter in float32, however it is stored.
 
 
 def plan_merge(
@@ -74,7 +77,8 @@ def plan_merge(
         of_tensor.setdefault(name, []).append(replace)
     for name in source.names():
         shard = source.file_of(name).name
-        outcome = _outcome(source, name, of_tensor.get(name, []), to)
+        is_wide = any(change.is_wide for change in changes.get(name, []))
+        outcome = _outcome(source, name, of_tensor.get(name, []), to, is_wide=is_wide)
         is_of_mlx = to == "bf16" and _STACKED in name
         plan.add(shard, name, _one_by_one(name, outcome) if is_of_mlx else outcome)
     return plan
@@ -98,14 +102,14 @@ def read_changes(
     tied: dict[int, list[str]] = {}  # The names of each parameter.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
-    planned = source.plan(model, strict=False)
+    planned, wide = source.plan(model, strict=False), names_kept_wide(model)
     options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
     adapted = attach_adapter(model, [(options, 0)], source)
     layers = adapter_layers(adapted)
     for names in tied.values() if is_merged else ():
         if len(names) > 1:
             _refuse_tied(names, layers)
-    changes = _changes(adapted, layers, source, planned.groups)
+    changes = _changes(adapted, layers, source, planned.groups, wide)
     for name, parts in changes.items() if is_merged else ():
         for change in parts:
             _refuse_variant(name, change)
@@ -117,6 +121,8 @@ def _outcome(
     name: str,
     changes: Sequence[Callable[[torch.Tensor], torch.Tensor]],
     to: Stored,
+    *,
+    is_wide: bool,
 ) -> PlannedTensor:
     if not changes:
         return unchanged(source, name) if to == "keep" else plain(source, name)
@@ -124,6 +130,8 @@ def _outcome(
 
     def merged() -> torch.Tensor:
         tensor = source.read(name)
+        if is_wide:
+            tensor = tensor.float()
         with torch.no_grad():
             for change in changes:
                 tensor = change(tensor)
@@ -131,7 +139,7 @@ def _outcome(
 
     if to == "keep" and not isinstance(encoded.codec, Plain):
         return as_stored(source, name, merged)
-    dtype = source.stored_dtype(name)
+    dtype = torch.float32 if is_wide else source.stored_dtype(name)
     assert isinstance(dtype, torch.dtype), name
     return as_numbers(name, encoded.shape, dtype, merged)
 
@@ -151,7 +159,11 @@ _STACKED = ".switch_mlp."
 
 
 def _changes(
-    adapted: Any, layers: dict[str, list[Any]], source: WeightSource, groups: Any
+    adapted: Any,
+    layers: dict[str, list[Any]],
+    source: WeightSource,
+    groups: Any,
+    wide: re.Pattern[str] | None,
 ) -> dict[str, list[Change]]:
     """Returns the changes of every tensor of the checkpoint, by its name."""
     places = SourcePlaces(adapted.get_base_model())
@@ -173,8 +185,10 @@ def _changes(
             for box in boxes:
                 name = planned.group.source_names[box.index]
                 is_full = sorted(source.shape(name)) == sorted(planned.targets[target])
-                change = [Change(factors, box, is_full) for factors in layers.get(target, [])]
-                found.setdefault(name, []).extend(change)
+                is_wide = wide is not None and wide.search(target) is not None
+                found.setdefault(name, []).extend(
+                    Change(factors, box, is_full, is_wide) for factors in layers.get(target, [])
+                )
     if left:
         raise ConfigError(
             f"{source.path} lacks {min(left)!r}, which the adapter has: there is no tensor to "
