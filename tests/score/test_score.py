@@ -3,6 +3,7 @@ together, and rows that a killed run neither loses nor doubles."""
 
 from __future__ import annotations
 
+import datetime
 import errno
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -141,7 +143,7 @@ def test_a_killed_run_goes_on_without_losing_or_doubling_a_row(
     assert not request_of.output.exists()
     num_rows = len(rows_of(written))
     with written.open("a") as file:
-        file.write('{"record": 3, "tok')
+        file.write('\0\0\n{"record": 3, "tok')
     assert request_of.config
     tiers, config = request_of.config.read_text(), tmp_path / "tiles.toml"
     config.write_text(f'{tiers}[schedule]\ntile = "64KiB"\n')  # Cuts the embedding.
@@ -159,8 +161,6 @@ def test_rows_are_those_of_a_plain_model_and_its_adapter(
     request_of: Request, directory: Path, tmp_path: Path
 ) -> None:
     """Of an answer alone, where the record has one; a Parquet file has the same rows."""
-    from datasets import Dataset
-
     plain_model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     torch.manual_seed(0)
@@ -203,8 +203,6 @@ def test_a_reward_model_scores_whole_sequences_with_the_bits_of_a_plain_forward(
         program.run(replace(request, top_k=1, output=tmp_path / "other.jsonl"))
     table = replace(request, output=tmp_path / "rewards.parquet", sweep_tokens=1000)
     program.run(table)
-    from datasets import Dataset
-
     assert Dataset.from_parquet(str(table.output))["scores"][:] == [row["scores"] for row in rows]
 
 
@@ -246,13 +244,19 @@ def test_conversations_and_text_files_are_scored(request_of: Request, tmp_path: 
     found = rows_of(pieces.output)
     assert [len(row["tokens"]) for row in found] == [4, 4, 3]  # The end of the text is a token.
     assert {row["id"] for row in found} == {str(text)}
+    ids = {"input_ids": [[5, 6, 7]], "labels": [[-100, 6, 7]], "id": [datetime.date(2026, 1, 2)]}
+    Dataset.from_dict(ids).to_parquet(tmp_path / "ids.parquet")
+    dated = replace(request_of, data=(tmp_path / "ids.parquet",), output=tmp_path / "ids.jsonl")
+    program.run(dated)
+    (row,) = rows_of(dated.output)
+    assert (row["id"], row["is_answer"]) == ("2026-01-02", [0, 1, 1])
 
 
 def test_a_file_of_several_adapters_stands_for_the_data_of_each(
     request_of: Request, directory: Path, tmp_path: Path
 ) -> None:
-    for name in "ab":
-        write(tmp_path / f"{name}.jsonl", *[{"text": f"{name}{n}"} for n in range(2)])
+    write(tmp_path / "a.jsonl", *[{"text": f"a{n}"} for n in range(2)])
+    write(tmp_path / "b.jsonl", *[{"prompt": "b", "completion": f"{n}"} for n in range(2)])
     data = tmp_path / "run.toml"
     data.write_text(
         f'''[model]
@@ -279,6 +283,11 @@ directory = "out"
     decode = open_tokenizer(directory).decode
     found = [decode(row["tokens"])[:2] for row in rows_of(request_of.output)]
     assert found == ["a0", "a1", "b0", "b1"]
+    masks = [(row["is_answer"], row["num_scored"]) for row in rows_of(request_of.output)]
+    assert masks == 2 * [([1, 1, 1], 2)] + 2 * [([0, 1, 1], 2)], "a text is learned as a whole"
+    longer = replace(request_of, data=(data,), max_length=2, output=tmp_path / "longer.jsonl")
+    with pytest.raises(ConfigError, match="record 1 has 3 tokens, more than 2"):
+        program.run(longer)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +298,8 @@ directory = "out"
         ({"data": (EXAMPLES / "make_model.py",)}, r"make_model\.py: record 1 has .* positions"),
         ({"max_length": 1, "data": (EXAMPLES / "make_model.py",)}, "in pieces of at least two"),
         ({"output": Path("out.csv")}, r"expected a \.jsonl or \.parquet file"),
+        ({"routing": Path("o.jsonl"), "output": Path("o.jsonl")}, "exists, or is --output"),
+        ({"routing": Path("nowhere/census.json")}, "directory does not exist; make it first"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_before_weights_are_read(

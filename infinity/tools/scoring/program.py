@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -159,10 +159,11 @@ class ScoreRows:
             return
         ends = [0]
         with self._rows.open("rb+") as file:
-            for line in file:
-                if line.endswith(b"\n"):
+            # A crash may leave any bytes behind the rows that were synced.
+            with suppress(ValueError):
+                for line in file:
+                    self.sums.append(_sum_of(json.loads(line[: line.index(b"\n")])))
                     ends.append(ends[-1] + len(line))
-                    self.sums.append(_sum_of(json.loads(line)))
             if self._made_of["routing"]:
                 del self.sums[census.num_counted(self._target, len(self.sums)) :]
             file.truncate(ends[len(self.sums)])
@@ -258,8 +259,11 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
             f"{request.adapter or directory} scores sequences, not tokens; leave out --top-k and "
             "--layers"
         )
-    if request.routing is not None and request.routing.exists():
-        raise ConfigError(f"--routing {request.routing} exists; remove it, or give another name")
+    routing = request.routing
+    if routing is not None and (routing.exists() or routing.resolve() == request.output.resolve()):
+        raise ConfigError(f"--routing {routing} exists, or is --output; give another name")
+    if routing is not None and not routing.resolve().parent.is_dir():
+        raise ConfigError(f"--routing {routing}: its directory does not exist; make it first")
     base = identify(weight_source(directory))
     chosen: Any = request.config
     config = SwapConfig.load(chosen) if chosen else choose_config(directory, is_frozen=True)
@@ -268,9 +272,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     num_tokens, read_nbytes = sum(len(sequence.ids) for sequence in sequences), 0
     with reporting("write", request.output), output.open():
         resumed_at = len(output.sums)
-        counts = (
-            None if request.routing is None else census.counts_after(request.output, resumed_at)
-        )
+        counts = None if routing is None else census.counts_after(request.output, resumed_at)
         if left := sequences[resumed_at:]:
             model = _open(request, directory, config, num_labels)
             try:
@@ -278,8 +280,8 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
                 read_nbytes = _score(model, left, request, output, counts, note)
             finally:
                 close(model)
-        if counts is not None and request.routing is not None:
-            census.write_census(request.routing, counts, base, len(sequences), num_tokens)
+        if counts is not None and routing is not None:
+            census.write_census(routing, counts, base, len(sequences), num_tokens)
         output.end()
         if counts is not None:
             census.forget(request.output)
@@ -402,6 +404,7 @@ def _made_of(
     return {
         "model": str(directory),
         "weights": [base.table_sha256, base.samples_sha256],
+        "config.json": sha256_of(directory / "config.json"),
         "adapter": request.adapter and sha256_of(*sorted(request.adapter.glob("adapter_*"))),
         "tokens": digest.hexdigest(),
         "dtype": config.precision.compute_dtype,

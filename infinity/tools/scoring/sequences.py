@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from infinity.config.source import read_file
 from infinity.errors import ConfigError
 from infinity.tools.training.chat import CHATML, encode_chats, num_shared
 from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
-from infinity.tools.training.records import has_messages, kind_of_columns, load_records
+from infinity.tools.training.records import NOT_LEARNED, has_messages, kind_of_columns, load_records
 from infinity.tools.training.settle import settle
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer, refuse_other
 
@@ -46,13 +46,14 @@ def read_sequences(
     Raises ConfigError, which names the file and the record.
     """
     if [path.suffix for path in paths] == [".toml"]:
-        return list(_of_run(paths[0], directory))
-    tokenizer = open_tokenizer(directory)
-    texts, records = collect_files([DataSource.model_validate(str(path)) for path in paths])
-    if texts:
-        found = list(_of_texts(texts, tokenizer, max_length))
+        found = _of_run(paths[0], directory)
     else:
-        found = list(_of_records(records, tokenizer, vocab_size))
+        tokenizer = open_tokenizer(directory)
+        texts, records = collect_files([DataSource.model_validate(str(path)) for path in paths])
+        if texts:
+            found = list(_of_texts(texts, tokenizer, max_length))
+        else:
+            found = list(_of_records(records, tokenizer, vocab_size))
     if not found:
         raise ConfigError(f"{paths[0]}: expected two tokens or more, in pieces of at least two")
     for sequence in found:
@@ -69,8 +70,8 @@ def name_in(paths: Sequence[Path], sequence: ScoredSequence) -> str:
     return f"{', '.join(map(str, paths))}: record {sequence.record + 1}"
 
 
-def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
-    """Yields the sequences as TRL prepares them for the run, which is not begun: those of one
+def _of_run(path: Path, directory: Path) -> list[ScoredSequence]:
+    """Returns the sequences as TRL prepares them for the run, which is not begun: those of one
     adapter after the other."""
     from infinity.tools.training.job import read_model
     from infinity.tools.training.job_data import open_data
@@ -81,7 +82,7 @@ def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
     found = with_located_model(SwapConfig.from_table(*read_file(path)))
     if found.adapter is not None and found.adapter.experts_full:
         found = changed(found, {"adapter": None})  # Its census may be what is made now.
-    numbers = itertools.count()
+    rows: list[tuple[list[int], list[int] | None]] = []
     for config in map(settle, JobConfig.of(found).of_adapters()):
         if config.train.facts.trainer != "SFTTrainer" or config.data.packing:
             raise ConfigError(
@@ -95,10 +96,20 @@ def _of_run(path: Path, directory: Path) -> Iterator[ScoredSequence]:
             data = open_data(config, tokenizer, stack, vocab_size=plan.vocab_size)
             trainer = make_trainer(config, build_model(plan, config), data, tokenizer, JobRank())
             for dataset in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
-                for row in dataset:
-                    mask = row.get("completion_mask") or row.get("assistant_masks")
-                    ids = [int(token) for token in row["input_ids"]]
-                    yield ScoredSequence(next(numbers), None, ids, mask)
+                rows += [([*map(int, row["input_ids"])], _mask_of(row)) for row in dataset]
+    has_masks = any(mask is not None and 0 in mask for _, mask in rows)
+    return [
+        ScoredSequence(number, None, ids, mask if has_masks else None)
+        for number, (ids, mask) in enumerate(rows)
+    ]
+
+
+def _mask_of(row: Any) -> list[int] | None:
+    """Returns 1 for each token that a row says is learned; None where it says nothing. TRL writes
+    all its masks as `labels`."""
+    if row.get("labels") is not None:
+        return [int(label != NOT_LEARNED) for label in row["labels"]]
+    return row.get("completion_mask") or row.get("assistant_masks")
 
 
 def _of_texts(
@@ -133,8 +144,7 @@ def _of_records(
         record = row.get("record", number)
         name = names[record] if names else None
         if "input_ids" in row:
-            mask = row.get("completion_mask") or row.get("assistant_masks")
-            yield ScoredSequence(record, name, list(row["input_ids"]), mask)
+            yield ScoredSequence(record, name, list(row["input_ids"]), _mask_of(row))
         elif kind == "texts":
             yield ScoredSequence(record, name, list(fast(row["text"])["input_ids"]))
         else:
@@ -145,11 +155,12 @@ def _of_records(
 
 
 def _names(paths: Sequence[Path]) -> Iterator[Any]:
-    """Yields the `id` of every record; nothing where no file has that column."""
+    """Yields the `id` of every record, as a text where JSON lacks such a value; nothing where no
+    file has that column."""
 
     def only(columns: list[str]) -> list[str]:
         return [name for name in columns if name == "id"] or columns[:1]
 
     found = [row.get("id") for path in paths for row in read_rows(path, only)]
     if any(name is not None for name in found):
-        yield from found
+        yield from json.loads(json.dumps(found, default=str))  # Parquet has dates and bytes.

@@ -498,7 +498,7 @@ def _number(value: Any, at: str) -> float:
 # -- Records of token ids --------------------------------------------------------------------------
 
 
-_NOT_LEARNED = -100
+NOT_LEARNED = -100
 _MOST = 2**31  # Ids of more bits have no place in an index of an embedding.
 
 
@@ -525,10 +525,10 @@ def tokens_of(record: dict[str, Any], at: str, vocab_size: int | None) -> dict[s
                 f"{at}: {name}: expected {len(ids)} values, one for each token; got {len(values)}"
             )
         elif name == "labels":
-            strange = [v for v in values if v != _NOT_LEARNED and not 0 <= v < most]
+            strange = [v for v in values if v != NOT_LEARNED and not 0 <= v < most]
             if strange:
                 raise ConfigError(
-                    f"{at}: labels: {strange[0]} is neither {_NOT_LEARNED}, which is not learned, "
+                    f"{at}: labels: {strange[0]} is neither {NOT_LEARNED}, which is not learned, "
                     f"nor a token of the vocabulary of {most}"
                 )
         elif not set(values) <= {0, 1}:
@@ -549,7 +549,7 @@ def _refuse_contradiction(record: dict[str, Any], at: str) -> None:
     if "labels" not in record or not masks:
         return
     for label, *bits in zip(record["labels"], *masks, strict=True):
-        if (label != _NOT_LEARNED) != all(bits):
+        if (label != NOT_LEARNED) != all(bits):
             raise ConfigError(f"{at}: labels and the mask contradict each other; expected one")
 
 
