@@ -134,10 +134,12 @@ def check(
     layers: Sequence[int] = (),
     *,
     has_head: bool = False,
+    end: int | None = None,
     name_of: Callable[[int], str] = "sequence {}".format,
 ) -> None:
     """Raises ConfigError, which names the sequence, for what a model of this configuration of
-    transformers cannot score. `has_head`: the sequence has scores, and not its tokens."""
+    transformers cannot score. `has_head`: the sequence has scores, and not its tokens. `end`: the
+    token at which that head reads, if it is a certain one."""
     config = hf_config.get_text_config()
     most, positions = config.vocab_size, positions_of(config)
     if not 0 <= top_k <= most:
@@ -150,6 +152,11 @@ def check(
     for number, ids in enumerate(sequences):
         if has_head and not ids:
             raise ConfigError(f"{name_of(number)} has no token; expected one or more")
+        if end is not None and end not in ids:
+            raise ConfigError(
+                f"{name_of(number)} has no end token ({end}), at which the head reads a text; "
+                "expected a tokenizer that ends each text"
+            )
         if len(ids) < 2 and not has_head:
             raise ConfigError(
                 f"{name_of(number)} has {len(ids)} tokens; expected two or more, because a token "

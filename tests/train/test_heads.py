@@ -272,6 +272,22 @@ def test_an_encoder_with_a_decoder_and_one_without_a_last_position_learn_as_plai
     ])  # fmt: skip
     steps = plain.train(table, model, tmp_path / "plain", data, tokenizer)
     assert metrics(table) == [(loss, norm) for loss, norm, _ in steps]
+    if name == "xlnet":
+        return
+    endless = TemplateProcessing(single="$A", special_tokens=[])
+    tokenizer.backend_tokenizer.post_processor = endless
+    tokenizer.save_pretrained(path)
+    with pytest.raises(ConfigError, match=r"record 1 .* has 0 end tokens \(1\), at which the head"):
+        run(table)
+    text = write(tmp_path / "text.jsonl", TEXTS[:1])
+    request = scoring.Request(
+        model=tmp_path / "output" if is_full else path, data=(text,), output=tmp_path / "s.jsonl",
+        adapter=None if is_full else tmp_path / "output",
+    )  # fmt: skip
+    if is_full:
+        tokenizer.save_pretrained(request.model)
+    with pytest.raises(ConfigError, match=r"record 1 has no end token \(1\)"):
+        scoring.run(request)
 
 
 def test_the_types_of_tokens_are_no_more_tokens() -> None:

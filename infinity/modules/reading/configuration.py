@@ -341,6 +341,17 @@ def names_scorer(hf_config: Any) -> bool:
     return any(name.endswith(OF_LABELS) for name in hf_config.architectures or ())
 
 
+def end_of_head(hf_config: Any) -> int | None:
+    """Returns the token at which the head over sequences of a configuration reads a text, as those
+    of T5 and BART do; None for one that reads elsewhere."""
+    import transformers
+
+    kinds = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(hf_config), None)
+    codes = [inspect.unwrap(kind.forward).__code__ for kind in _listed(kinds) if kind is not None]
+    is_read = any("eos_mask" in code.co_varnames for code in codes)
+    return hf_config.eos_token_id if is_read else None
+
+
 # Kinds whose positions begin behind the number of the padding token.
 BEHIND_PADDING = {
     "camembert", "data2vec-text", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm",

@@ -29,7 +29,7 @@ from infinity.config import SwapConfig
 from infinity.config.hub import in_hub_cache
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, reporting
-from infinity.modules.reading.configuration import config_of_directory, names_scorer
+from infinity.modules.reading.configuration import config_of_directory, end_of_head, names_scorer
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of
 from infinity.tools.logprobs import (
@@ -252,6 +252,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     texts, has_head = [sequence.ids for sequence in sequences], num_labels is not None
     check(
         hf_config, texts, request.top_k, request.layers, has_head=has_head,
+        end=end_of_head(hf_config) if has_head else None,
         name_of=lambda number: name_in(request.data, sequences[number]),
     )  # fmt: skip
     if num_labels is not None and (request.top_k or request.layers):

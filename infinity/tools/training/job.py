@@ -19,14 +19,20 @@ from infinity.checkpoint.run.load import Loaded
 from infinity.config import JobConfig
 from infinity.errors import ConfigError
 from infinity.integrations.sampler import ServerSampler
-from infinity.modules.reading.configuration import model_for_text, positions_of
+from infinity.modules.reading.configuration import end_of_head, model_for_text, positions_of
 from infinity.modules.tiling.layers import Tiled
 from infinity.tools.training.adapter import adapter_nbytes
 from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.embedding import digest_of, token_ids
 from infinity.tools.training.ending import versions
-from infinity.tools.training.job_data import JobData, measure, open_data, refuse_stranger
+from infinity.tools.training.job_data import (
+    JobData,
+    check_ends,
+    measure,
+    open_data,
+    refuse_stranger,
+)
 from infinity.tools.training.latents import cache_of, measure_images
 from infinity.tools.training.methods import batch_of, classes_of, measure_prompts, sampler_of
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
@@ -154,6 +160,9 @@ def _prepare(
         where = output.path if output is not None else None
         teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, reference, where)
         _give_teacher(trainer, config, data, teacher)
+    scores = config.train.facts.purpose == "scores sequences"
+    if scores and (end := end_of_head(plan.hf_config)) is not None:
+        check_ends(filter(None, (trainer.train_dataset, trainer.eval_dataset)), end)
     num_tokens, largest, sha256 = _measured(trainer, config, data)
     if tokenizer is not None:
         refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")

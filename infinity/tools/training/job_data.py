@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +227,24 @@ def measure(dataset: Any, files: Sequence[TokenFile], length: int) -> tuple[int,
                 ids = column.flatten().to_numpy(zero_copy_only=False)
                 count, largest = count + len(ids), max(largest, int(ids.max(initial=0)))
     return count, largest, sha256.hexdigest()
+
+
+def check_ends(datasets: Iterable[Any], end: int) -> None:
+    """Raises ConfigError for a text without the token `end`, or with another number of these than
+    the first one: the head reads a batch of texts there."""
+    most = 0
+    for dataset in datasets:
+        names = [name for name in dataset.column_names if name.endswith("_ids")]
+        names = [name for name in names if name != "token_type_ids"]
+        for number, row in enumerate(dataset.select_columns(names), 1):
+            for count in (row[name].count(end) for name in names):
+                most = most or count
+                if not 0 < count == most:
+                    raise ConfigError(
+                        f"data.paths: record {number} of those that are learned has {count} end "
+                        f"tokens ({end}), at which the head reads a text; expected "
+                        f"{most or 'one'}, by a tokenizer that ends each text"
+                    )
 
 
 def refuse_stranger(token_id: int, tokenizer: Tokenizer, vocab_size: int, place: str) -> None:
