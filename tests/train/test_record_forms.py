@@ -153,7 +153,7 @@ def test_a_masked_message_may_be_the_last_of_a_template_that_forgets(tmp_path, t
     assert learned(tmp_path, table, record, forgetting) == [("[user]a;[assistant]*A;", "*A;")]
 
 
-def test_messages_of_which_none_is_learned_are_left_out_with_a_warning(
+def test_messages_of_which_none_is_learned_and_labels_are_left_out_with_a_warning(
     tmp_path, table, caplog
 ) -> None:
     write(tmp_path / "data.jsonl", [
@@ -161,6 +161,9 @@ def test_messages_of_which_none_is_learned_are_left_out_with_a_warning(
     ])  # fmt: skip
     assert len(rows_of(table, TOOLS)[0]) == 1
     assert "1 conversations have no assistant to learn from" in caplog.text
+    write(tmp_path / "data.jsonl", [{"text": "good", "label": 1}])
+    assert rows_of(table)[0] == [("good\0", "good\0")]
+    assert 'label is left out; train.method = "classify" learns it' in caplog.text
 
 
 PAIR = {"chosen": "B", "rejected": "C"}
@@ -214,7 +217,7 @@ def test_preferences_of_another_program_keep_their_prompt(tmp_path, record) -> N
         ({"messages": [ASK, SAY], "weight": 0.5}, "weight: the column changes what is learned"),
         ({"messages": [ASK, SAY], "history": [["q", "A"]]}, "history: the column changes"),
         ({"messages": [ASK, SAY], "label": False}, "label: the column changes"),
-        ({"messages": [ASK, SAY], "kto_tag": False}, "kto_tag: the column changes"),
+        ({"messages": [ASK, SAY], "kto_tag": 0}, "kto_tag: the column changes"),
         ({"messages": [ASK, SAY], "documents": [{"text": "d"}]}, "documents: the column changes"),
         ({"text": "a", "system": "S"}, "system: the column changes what is learned, and texts do"),
         ({"prompt": "a", "completion": "B", "system": "S"}, "system: the column changes"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ import numpy.typing as npt
 
 from infinity.config import DataSource, JobConfig
 from infinity.errors import ConfigError, StorageError
-from infinity.tools.training.data_files import collect_files, read_utf8
+from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
 from infinity.tools.training.embedding import check_columns
 from infinity.tools.training.images import learned_images, open_processor
 from infinity.tools.training.latents import load_images
@@ -38,6 +39,8 @@ from infinity.tools.training.records import (
     mark_conversations,
 )
 from infinity.tools.training.tokenizers import Ids, Tokenizer
+
+_log = logging.getLogger("infinity")
 
 _READ_ROWS = 1000  # At a time.
 
@@ -178,6 +181,8 @@ def read_records(
     if labels:
         return labelled_ids(found, fast, config.data.sequence_length, place), "labelled texts", None
     kind = kind_of(found, method=method, place=place)
+    if kind in ("texts", "tokens") and "label" in next(read_rows(paths[0], list), ()):
+        _log.warning('%s: label is left out; train.method = "classify" learns it', place)
     if config.train.embed is not None:
         check_columns(found.column_names, config.train.embed, place, config.train.batch_size)
         return found, kind, None

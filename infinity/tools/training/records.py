@@ -360,7 +360,7 @@ def _refuse_column(name: str, value: Any, at: str, kind: str) -> None:
     if value is None or value in ("", [], {}):
         return
     if name in ("label", "kto_tag"):  # Of an answer that is not wanted.
-        if value is not False or kind not in ("completions", "conversations"):
+        if value != 0 or kind not in ("completions", "conversations"):
             return
     elif value in (1, True) and name not in _TEMPLATE:
         return
