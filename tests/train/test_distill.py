@@ -209,6 +209,7 @@ def test_slices_of_the_head_have_the_loss_and_the_gradients_of_all_rows(
     ("distill", "options", "message"),
     [
         ({"top_k": 300}, None, "top_k: expected 0 to 256"),
+        ({"forward_kl": 0.0}, None, "reverse_kl: expected more than 0, because forward_kl is 0"),
         ({"teacher": "scores.jsonl", "temperature": 2.0}, {}, "temperature"),
         ({"teacher": "scores.jsonl"}, None, "cannot be read"),
         ({"teacher": "scores.jsonl"}, {"top_k": 0}, "infinity score --top-k N"),
@@ -248,6 +249,8 @@ def test_a_run_and_its_plan_refuse_the_half_of_a_budget_that_the_teacher_leaves(
         ({"top_tokens": [[], [-5, 3], [1, 2]]}, "a token below 0"),
         ({"top_logprobs": [[], [-1.0, None], [-1.0, -2.0]]}, "no finite number up to 0"),
         ({"top_logprobs": [[], [-1.0, -2.0], [0.5, -2.0]]}, "no finite number up to 0"),
+        ({"top_logprobs": [[], [-1.0, -2.0], [-0.1, -0.5]]}, "more than 1 at a place"),
+        ({"top_logprobs": [[], [-1.0, -2.0], [-1.0, -2.5]]}, "says other things of an earlier one"),
     ],
 )
 def test_a_record_that_no_teacher_says_is_refused(

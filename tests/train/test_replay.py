@@ -237,12 +237,15 @@ def test_what_rounds_stays_that_of_the_run_and_other_tiles_are_noted(over_awq, t
     assert seen[0].distributed.reduce_dtype == "auto"
 
 
-def test_the_tiles_of_a_run_are_in_its_receipt(tmp_path) -> None:
+def test_the_tiles_of_a_run_are_in_its_receipt_and_those_of_its_replay(tmp_path) -> None:
     shape = SHAPE | {"hidden_size": 128, "vocab_size": 512}
     tiny_causal_lm("llama", **shape).save_pretrained(tmp_path / "base")
     made = _train(tmp_path, {"schedule": {"tile": "64KiB"}}, share=1e-12, steps=1)
     (receipt,) = json.loads((made.run / "infinity-run.json").read_text())["receipts"]
     assert receipt["tiles"] >= 4, "of the embedding and the head at the least"
+    _in_marker("config", "schedule", "tile", value="auto")(made, None)
+    found = replay(made.run, console=_silent())
+    assert found["is_equal"] and not found["notes"], "more memory does not cut otherwise"
 
 
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_none(
@@ -480,6 +483,9 @@ PLANTED: dict[str, tuple[Callable[..., list[str]], int, int | None, str, str]] =
     "a dtype of the base": (_reformed, 2, None, "base", "dtypes"),
     "a letter of a row": (_in_data(_letter), 2, None, "data", "SHA-256"),
     "the order of rows": (_in_data(_swap), 2, None, "data", "SHA-256"),
+    "another teacher": (
+        _in_marker("receipts", 0, "others", value={"teacher": "0"}), 2, None, "data", "teacher is",
+    ),
     "a lost row": (_in_data(lambda lines: lines.pop(5)), 2, None, "data", "SHA-256"),
     "a token of a batch": (_token, 4, 3, "rows", "row 3 of the step's 4"),
     "the seed": (_in_marker("config", "train", "seed", value=9), 4, 1, "random", "generators"),

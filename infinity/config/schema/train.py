@@ -96,7 +96,7 @@ class Distill(Section):
     `infinity score --top-k` wrote of the same data."""
     forward_kl: Annotated[float, number(minimum=0)] = 1.0
     """Weight of KL(teacher || student): the student covers the teacher."""
-    reverse_kl: Annotated[float, number(minimum=0)] = 0.0
+    reverse_kl: Annotated[float, number(minimum=0)] = Field(0.0, validate_default=True)
     """Weight of KL(student || teacher): the student keeps to what is likely."""
     temperature: Annotated[float, number(above=0)] = 1.0
     """Divides the logits of both. Other than 1 with a directory only."""

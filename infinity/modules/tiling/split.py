@@ -180,9 +180,9 @@ class Tiling:
             if own or (candidate.is_experts and self._products == "grouped"):
                 starts = starts or (0, rows.num_rows)
             if starts:
-                self._cut(candidate, tuple(sorted(own.union(starts))))
+                self._cut(candidate, tuple(sorted(own.union(starts))), limit_nbytes or 0)
 
-    def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
+    def _cut(self, candidate: _Candidate, starts: tuple[int, ...], limit_nbytes: int) -> None:
         shared = {
             attribute: self._tiled(name, parameter, starts)
             for attribute, (name, parameter) in candidate.parameters.items()
@@ -194,7 +194,7 @@ class Tiling:
                 tiled_params["bias"] = self._tiled(f"{name}.bias" if name else "bias", bias, starts)
             self._cuts.append(_cut_module(module, starts, tiled_params))
             for tile in self._cuts[-1].module.tiles:
-                tile.__dict__["products"] = self._products
+                tile.__dict__.update(products=self._products, limit_nbytes=limit_nbytes)
 
     def _tiled(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
         tiled = TiledParam(name, starts, parameter, [])

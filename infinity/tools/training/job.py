@@ -67,8 +67,9 @@ class Job:
 
     def receipt(self) -> dict[str, Any]:
         """Returns facts that the bits of the run depend on, beside its settings. Reads a little of
-        the base. `tiles` counts what is cut already."""
+        the base. `tiles` counts what is cut already, `tile` is the limit of bytes for it."""
         weights, device = self.plan.weights, f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+        tiled = [module for module in self.model.modules() if isinstance(module, Tiled)]
         if not self.trainer.args.use_cpu:
             device = torch.cuda.get_device_name()
         return {
@@ -79,7 +80,8 @@ class Job:
             "device": device,
             "threads": torch.get_num_threads(),
             "ranks": self.rank.count,
-            "tiles": sum(len(m.tiles) for m in self.model.modules() if isinstance(m, Tiled)),
+            "tiles": sum(len(module.tiles) for module in tiled),
+            "tile": max((vars(module.tiles[0])["limit_nbytes"] for module in tiled), default=0),
         }
 
 

@@ -65,6 +65,7 @@ def _receipts(value: Any, what: str) -> list[dict[str, Any]]:
     for row in found:
         for key in ("after", "threads", "ranks"):
             integer(field(row, key), key)
+        integer(row.get("tile", 0), "tile")
         for key in ("has_accepted", "tokens_sha256", "base", "versions", "device"):
             field(row, key)
         table_of(row["versions"], "versions")

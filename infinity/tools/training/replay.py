@@ -82,7 +82,7 @@ def replay(
         _refuse_missing(lines, after + 1, last)
         receipts = _receipts_of(directory, after, last)
         has_accepted = any(r["after"] == after and r["has_accepted"] for r in receipts)
-        config = _of_run(directory, overrides, places, threads=receipts[0]["threads"])
+        config = _of_run(directory, overrides, places, receipts[0])
         if config.placement.reads_in_place != settings.placement.reads_in_place:
             # Checkpoints, and digests of the state, hold another part of the weights.
             saved = {}
@@ -112,15 +112,15 @@ def _of_run(
     directory: Path,
     overrides: Sequence[str] = (),
     places: SwapConfig | None = None,
-    threads: int | None = None,
+    receipt: Mapping[str, Any] | None = None,
 ) -> JobConfig:
-    """Returns the settings of the run, whose directory may have been moved; with `threads` those of
-    its replay."""
+    """Returns the settings of the run, whose directory may have been moved; with the `receipt` of
+    its steps those of its replay."""
     config = config_of_run(directory, overrides)
     if config is None:
         raise ConfigError(f"{directory} is no output directory of a run of `infinity train`")
     config = changed(config, {"output.directory": directory})
-    if threads is None:
+    if receipt is None:
         return config
     if config.train.grpo is not None and config.train.grpo.is_served:
         raise ConfigError(
@@ -140,7 +140,9 @@ def _of_run(
     if config.train.diffusion is not None:  # What the run has encoded is used again.
         own["train.diffusion.cache"] = cache_of(config)
     if config.train.threads == "auto":
-        own["train.threads"] = threads
+        own["train.threads"] = receipt["threads"]
+    if config.schedule.tile == "auto" and receipt.get("tile"):  # Other budgets may cut otherwise.
+        own["schedule.tile"] = receipt["tile"]
     return changed(config, own)
 
 
@@ -256,8 +258,10 @@ class Replay(Run):
         ):
             here, there = ((table["base"] or {}).get(key) for table in (now, was))
             self._compare(None, "base", here, there, f"{self._job.plan.path}: {text}")
-        here, there = now["tokens_sha256"], was["tokens_sha256"]
-        self._compare(None, "data", here, there, "the SHA-256 of the tokens is {} and was {}")
+        here, there = ({"tokens": of["tokens_sha256"], **of.get("others", {})} for of in (now, was))
+        for key in there:
+            text = f"the SHA-256 of the {key} is {{}} and was {{}}"
+            self._compare(None, "data", here.get(key), there[key], text)
 
     def _compare(self, step: int | None, what: str, now: Any, was: Any, text: str) -> None:
         compared = self._found["compared"]

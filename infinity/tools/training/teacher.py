@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from infinity.tools.training.divergence import Likeliest
 from infinity.tools.training.tokenizers import Tokenizer, refuse_other
 
 _ROWS_AT_ONCE = 64  # Of a Parquet file.
+_MOST_SUM = 1.001  # Of rounded probabilities.
 
 
 class Teacher:
@@ -82,25 +84,29 @@ class Teacher:
         remedy = (
             "; expected a directory, or a .jsonl or .parquet file of `infinity score --top-k N`"
         )
-        with refusing(what, OSError, ValueError, KeyError, TypeError, remedy=remedy):
+        with refusing(what, Exception, remedy=remedy):  # A foreign table makes pyarrow raise any.
             for number, (tokens, ids, logprobs) in enumerate(_rows_of(path)):
                 count = len(tokens) - 1
-                if not ids.size or ids.shape != logprobs.shape or len(ids) != count:
+                if ids.ndim != 2 or ids.shape != logprobs.shape or not 0 < count == len(ids):
                     raise ValueError(f"record {number + 1} has no likeliest tokens")
-                if ids.min() < 0 or not ((-np.inf < logprobs) & (logprobs <= 0)).all():
+                is_known = ((-np.inf < logprobs) & (logprobs <= 0)).all()
+                if ids.min() < 0 or not is_known or (np.exp(logprobs).sum(-1) > _MOST_SUM).any():
                     raise ValueError(
-                        f"record {number + 1} has a token below 0, or a log-probability that is no "
-                        "finite number up to 0"
+                        f"record {number + 1} has a token below 0, a log-probability that is no "
+                        "finite number up to 0, or probabilities of more than 1 at a place"
                     )
                 if number and ids.shape[1] != self._width:
                     raise ValueError(f"record {number + 1} is of another --top-k than record 1")
                 largest = max(largest, int(ids.max()))
                 self._width = ids.shape[1]
-                content = np.stack([ids, logprobs.view(np.int32)]).tobytes()
-                self._write(content)
-                self._said[_key(tokens)] = start, count
-                digest.update(_key(tokens) + content)
-                start += 8 * ids.size
+                content, key = np.stack([ids, logprobs.view(np.int32)]).tobytes(), _key(tokens)
+                digest.update(key + content)
+                if key not in self._said:
+                    self._write(content)
+                    self._said[key] = start, count
+                    start += 8 * ids.size
+                elif self._content(self._said[key]) != content:
+                    raise ValueError(f"record {number + 1} says other things of an earlier one")
         if largest >= self._vocab_size:
             raise ConfigError(
                 f"train.distill.teacher: {path} has token {largest}, and the student "
@@ -108,6 +114,10 @@ class Teacher:
             )
         self._write(b"")
         return digest.hexdigest()
+
+    def _content(self, place: Any) -> bytes:
+        self._write(b"")
+        return os.pread(self._file.fileno(), 8 * place[1] * self._width, place[0])
 
     def _write(self, content: bytes) -> None:
         try:
