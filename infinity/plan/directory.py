@@ -77,8 +77,8 @@ def read_directory(
 ) -> ModelDirectory:  # fmt: skip
     """Reads config.json and headers, and finds the place of each tensor as training does. Without
     any file of weights, sizes are those of the format that config.json names. With `trusts_code`,
-    code of the directory may run. `ignore` is that of `[model]`. `purpose` is that of a run,
-    `num_labels` those of the head over sequences that it adds, 0 for none.
+    code of the directory may run. `ignore` is that of `[model]`, `purpose` that of a run, and
+    `num_labels` as in `model_on_meta`.
 
     Raises ConfigError for a directory without config.json, in a format without a codec, or with
     other weights than its class has; CorruptionError for a damaged header.
@@ -89,8 +89,9 @@ def read_directory(
     require_transformers("infinity plan of a directory")
     hf_config = config_of_directory(directory, trusts_code=trusts_code)
     name = f"{hf_config.get_text_config().model_type} in {directory.name or directory}"
-    hf_config.num_labels = num_labels or hf_config.num_labels
-    model = model_on_meta(hf_config, where, trusts_code=trusts_code, purpose=purpose)
+    model = model_on_meta(
+        hf_config, where, trusts_code=trusts_code, purpose=purpose, num_labels=num_labels
+    )
     shape = shape_of_model(model, name, where)
     if not has_weights(directory):
         shape = replace(shape, stored=published_format(table, where))

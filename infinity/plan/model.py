@@ -19,6 +19,7 @@ from pydantic import Field
 
 from infinity.config import AdapterConfig, SwapConfig
 from infinity.config.extras import require_transformers
+from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_table
 from infinity.modules.reading.discover import discover_units
@@ -72,8 +73,9 @@ class _ModelFile(Table):
 
 
 @functools.lru_cache(maxsize=32)
-def load_shape(name: str) -> ModelShape:
-    """Loads the shapes of a shipped model by name, or of a file by path. Raises ConfigError."""
+def load_shape(name: str, purpose: Purpose = "generates text", num_labels: int = 0) -> ModelShape:
+    """Loads the shapes of a shipped model by name, or of a file by path, with the head of a purpose
+    (`model_on_meta`). Raises ConfigError."""
     file = _ModelFile.read("models", name)
     if file.gpt is not None:
         return gpt_shape(file.name, file.gpt.layers, file.gpt.hidden, file.gpt.vocab)
@@ -84,7 +86,10 @@ def load_shape(name: str) -> ModelShape:
         )
     require_transformers(f"infinity plan of {name}")
     hf_config = config_of_table(dict(file.config))
-    return shape_of_config(hf_config, file.name, name, hub=file.hub, stored=file.stored)
+    return shape_of_config(
+        hf_config, file.name, name, hub=file.hub, stored=file.stored, purpose=purpose,
+        num_labels=num_labels,
+    )  # fmt: skip
 
 
 def model_for(

@@ -171,20 +171,25 @@ def shape_of_config(
     *,
     hub: str = "",
     stored: PublishedFormat | None = None,
+    purpose: Purpose = "generates text",
+    num_labels: int = 0,
 ) -> ModelShape:
     """Returns the shapes of the class that transformers has for a configuration.
 
     Raises ConfigError if it has none, and for a class without blocks.
     """
-    return shape_of_model(model_on_meta(hf_config, where), name, where, hub=hub, stored=stored)
+    model = model_on_meta(hf_config, where, purpose=purpose, num_labels=num_labels)
+    return shape_of_model(model, name, where, hub=hub, stored=stored)
 
 
 def model_on_meta(
-    hf_config: Any, where: str, *, trusts_code: bool = False, purpose: Purpose = "generates text"
-) -> Any:
+    hf_config: Any, where: str, *, trusts_code: bool = False, purpose: Purpose = "generates text",
+    num_labels: int = 0,
+) -> Any:  # fmt: skip
     """Returns the model of a configuration without memory and without values: of a reward model,
-    a classifier or an encoder the one that scores sequences. Raises ConfigError."""
-    kind = None
+    a classifier or an encoder the one that scores sequences. `num_labels` are those of the head
+    over sequences that a run adds, 0 for none. Raises ConfigError."""
+    hf_config.num_labels, kind = num_labels or hf_config.num_labels, None
     if names_scorer(hf_config) and purpose == "generates text":
         purpose = "scores sequences"
     for chosen in (purpose, "scores sequences", "generates text"):

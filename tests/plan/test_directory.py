@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 from typer.testing import CliRunner
 
 from infinity.config import SwapConfig
@@ -114,11 +114,18 @@ def test_bytes_are_those_of_the_headers(directory: Path) -> None:
     assert found.num_drives == 1 and len(found.files) == 3
 
 
+TOLD: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("method", "is_tied"), [("reward", False), ("classify", True)])
 def test_a_model_that_scores_sequences_is_planned_with_its_own_head_alone(
     method: str, is_tied: bool, tmp_path: Path
 ) -> None:
-    """In place of that of the language, which no pass reads; PEFT trains it in full."""
+    """In place of that of the language, which no pass reads; PEFT trains it in full. Also where
+    --model names the directory or a file of shapes."""
     tiny_causal_lm("llama", tie_word_embeddings=is_tied).save_pretrained(tmp_path / "base")
     labels = ["a", "b", "c"] if method == "classify" else []
     config = SwapConfig.load({
@@ -126,9 +133,19 @@ def test_a_model_that_scores_sequences_is_planned_with_its_own_head_alone(
         "data": {"paths": ["data.jsonl"]},
         "train": {"steps": 1, "batch_size": 1, "method": method, "labels": labels},
     })  # fmt: skip
-    directory = frozen_directory_of(config, is_scored=False)
+    directory = frozen_directory_of(config, None, is_scored=False)
     assert directory is not None
     found, _ = planned_model(config, directory, None, None, None)
+    named = frozen_directory_of(config, read_directory(tmp_path / "base"), is_scored=False)
+    assert named is not None and named.shape == directory.shape
+    told = "".join(f"{k} = {json.dumps(v)}\n" for k, v in TOLD.items())
+    (tmp_path / "shapes.toml").write_text(f'name = "shapes"\n[config]\n{told}')
+    shapes, _ = planned_model(config, None, str(tmp_path / "shapes.toml"), None, None)
+    shape = LlamaConfig(**TOLD, num_labels=max(len(labels), 1))
+    of_name: Any = AutoModelForSequenceClassification.from_config(shape)
+    assert (shapes.num_params, shapes.hooked_modules[-1].trained_params) == (
+        of_name.num_parameters(), of_name.score.weight.numel()
+    )  # fmt: skip
     plain: Any = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "base", num_labels=max(len(labels), 1)
     )

@@ -271,8 +271,8 @@ def _predict(asked: PlanOptions) -> None:
     )
     from infinity.tools.training.model import sharing_budgets
 
-    if not asked.by_name:
-        directory = frozen_directory_of(config, is_scored=asked.score)
+    if directory is not None or not asked.by_name:
+        directory = frozen_directory_of(config, directory, is_scored=asked.score)
     model, drives = planned_model(
         config, directory, asked.model, asked.params, asked.drives, is_scored=asked.score
     )

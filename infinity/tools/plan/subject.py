@@ -7,7 +7,7 @@ from dataclasses import replace
 from infinity.config import JobConfig, NvmeTier, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.schema import changed
-from infinity.config.schema.train import METHODS
+from infinity.config.schema.train import METHODS, Purpose
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.directory import ModelDirectory, read_directory
 from infinity.plan.hardware import Hardware, load_hardware
@@ -69,7 +69,8 @@ def planned_model(
         )
         return model, drives
     if name is not None:
-        return model_for(config, load_shape(name), is_frozen=is_scored), drives
+        shape = load_shape(name, *_head_of(config, is_scored=is_scored))
+        return model_for(config, shape, is_frozen=is_scored), drives
     if params is not None:
         shape = scaled_gpt(parse_count(params))
         return model_for(config, shape, is_frozen=is_scored), drives
@@ -78,21 +79,36 @@ def planned_model(
     return model_of_config(job), None
 
 
-def frozen_directory_of(config: SwapConfig, *, is_scored: bool) -> ModelDirectory | None:
-    """Returns the directory of a file's frozen model; None where all weights are trained."""
+def _head_of(config: SwapConfig, *, is_scored: bool) -> tuple[Purpose, int]:
+    """Returns the purpose of the model, and the labels of the head over sequences that a run adds,
+    0 for none."""
+    train = None if is_scored else config.train
+    purpose = METHODS["sft"].purpose if train is None else train.facts.purpose
+    labels = () if train is None else train.labels
+    return purpose, len(labels) or 1 if purpose == "scores sequences" else 0
+
+
+def frozen_directory_of(
+    config: SwapConfig, named: ModelDirectory | None, *, is_scored: bool
+) -> ModelDirectory | None:
+    """Returns the directory of the model, which is `named` or that of a file's frozen one, with the
+    head of its run; None where all weights of the file's are trained."""
+    purpose, num_labels = _head_of(config, is_scored=is_scored)
+    if named is not None and purpose == METHODS["sft"].purpose:
+        return named
+    if named is not None:
+        return read_directory(named.path, purpose=purpose, num_labels=num_labels)
     if not config.every_adapter and not is_scored:
         return None
-    if config.model is None or config.model.path is None:
+    told = config.model
+    if told is None or told.path is None:
         raise ConfigError(
             "expected model.path, the directory of the frozen model; got none. "
             "Without a directory, plan a shipped model with --model"
         )
-    told, train = config.model, config.train
-    facts = METHODS["sft"] if train is None or is_scored else train.facts
-    has_head = facts.purpose == "scores sequences"
     return read_directory(
-        config.model.path, trusts_code=told.trust_remote_code, ignore=told.ignore,
-        purpose=facts.purpose, num_labels=len(train.labels) or 1 if train and has_head else 0,
+        told.path, trusts_code=told.trust_remote_code, ignore=told.ignore, purpose=purpose,
+        num_labels=num_labels,
     )  # fmt: skip
 
 
