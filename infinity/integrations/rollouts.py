@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,8 @@ from infinity.errors import InfinityError
 from infinity.integrations.evaluation import MOST_BATCHES
 from infinity.modules.accumulate.trial import why_forwards_differ
 
-GENERATING = {
-    ("trl.trainer.grpo_trainer", "GRPOTrainer"),
-    ("trl.trainer.rloo_trainer", "RLOOTrainer"),
-}
+GRPO = ("trl.trainer.grpo_trainer", "GRPOTrainer")
+GENERATING = {GRPO, ("trl.trainer.rloo_trainer", "RLOOTrainer")}
 
 # Whether the running micro-batch is the last one of its window; None outside of windows.
 is_last_of_window: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
@@ -33,9 +31,9 @@ is_last_of_window: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
 )
 
 
-def generates(trainer: Any) -> bool:
-    """Whether a trainer makes its own completions."""
-    return any((cls.__module__, cls.__name__) in GENERATING for cls in type(trainer).__mro__)
+def generates(trainer: Any, kinds: Set[tuple[str, str]] = GENERATING) -> bool:
+    """Whether a trainer makes its own completions, as these of TRL do."""
+    return any((cls.__module__, cls.__name__) in kinds for cls in type(trainer).__mro__)
 
 
 class RolloutSteps:

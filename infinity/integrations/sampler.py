@@ -266,7 +266,9 @@ class ServerSampler:
     def check(self, trainer: Any) -> None:
         """Raises UnsupportedError for another trainer than a GRPO trainer, and for a model without
         an adapter."""
-        if not any(cls.__name__ == "GRPOTrainer" for cls in type(trainer).__mro__):
+        from infinity.integrations.rollouts import GRPO, generates
+
+        if not generates(trainer, {GRPO}):
             raise UnsupportedError(
                 f"sampler: expected TRL's GRPOTrainer, which takes log-probabilities of a sampler, "
                 f"got {type(trainer).__name__}; leave `sampler` out"

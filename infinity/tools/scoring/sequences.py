@@ -109,7 +109,8 @@ def _mask_of(row: Any) -> list[int] | None:
     all its masks as `labels`."""
     if row.get("labels") is not None:
         return [int(label != NOT_LEARNED) for label in row["labels"]]
-    return row.get("completion_mask") or row.get("assistant_masks")
+    mask: list[int] | None = row.get("completion_mask") or row.get("assistant_masks")
+    return mask
 
 
 def _of_texts(

@@ -52,6 +52,7 @@ class Job:
     data: JobData
     num_tokens: int
     tokens_sha256: str
+    base: dict[str, Any] | None  # The identity of the base's weights.
     others: dict[str, str]  # The SHA-256 of what else the numbers depend on.
     trainer: Any  # Over the model on meta.
     num_steps: int  # Of the whole run.
@@ -66,16 +67,16 @@ class Job:
     started_s: float
 
     def receipt(self) -> dict[str, Any]:
-        """Returns facts that the bits of the run depend on, beside its settings. Reads a little of
-        the base. `tiles` counts what is cut already, `tile` is the limit of bytes for it."""
-        weights, device = self.plan.weights, f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+        """Returns facts that the bits of the run depend on, beside its settings. `tiles` counts
+        what is cut already, `tile` is the limit of bytes for it."""
+        device = f"CPU, {torch.backends.cpu.get_cpu_capability()}"
         tiled = [module for module in self.model.modules() if isinstance(module, Tiled)]
         if not self.trainer.args.use_cpu:
             device = torch.cuda.get_device_name()
         return {
             "tokens_sha256": self.tokens_sha256,
             "others": self.others,
-            "base": None if weights is None else asdict(identify(weights)),
+            "base": self.base,
             "versions": versions(),
             "device": device,
             "threads": torch.get_num_threads(),
@@ -174,6 +175,7 @@ def _prepare(
         data=data,
         num_tokens=num_tokens,
         tokens_sha256=sha256,
+        base=None if plan.weights is None else asdict(identify(plan.weights)),
         others=_others(trainer, config),
         trainer=trainer,
         num_steps=trainer.count_steps(),

@@ -68,7 +68,8 @@ def replay(
     Raises ConfigError for a directory of no run, and for a step that it has not made.
     """
     directory = directory.resolve()
-    settings, lines = _of_run(directory), _lines_of(directory)
+    settings = _of_run(directory)
+    lines = _lines_of(settings)
     last = max(lines, default=0) if step is None else step
     identity = identity_of(settings, (receipts_of_run(directory) or [{}])[-1])
     commits = chain(*map(list_checkpoints, settings.commit_directories))
@@ -146,8 +147,8 @@ def _of_run(
     return changed(config, own)
 
 
-def _lines_of(directory: Path) -> dict[int, Line]:
-    reader = MetricsReader(_of_run(directory).output.metrics_path)
+def _lines_of(settings: JobConfig) -> dict[int, Line]:
+    reader = MetricsReader(settings.output.metrics_path)
     reader.read()
     return {line["step"]: line for line in reader.lines}
 
