@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.config import DataSource, JobConfig
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, reporting
 from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
 from infinity.tools.training.embedding import check_columns
 from infinity.tools.training.images import learned_images, open_processor
@@ -239,10 +239,9 @@ def check_ends(datasets: Iterable[Any], end: int) -> None:
     the first one: the head reads a batch of texts there."""
     most = 0
     for dataset in datasets:
-        names = [name for name in dataset.column_names if name.endswith("_ids")]
-        names = [name for name in names if name != "token_type_ids"]
-        for number, row in enumerate(dataset.select_columns(names), 1):
-            for count in (row[name].count(end) for name in names):
+        names = {"input_ids", "chosen_ids", "rejected_ids"} & {*dataset.column_names}
+        for number, row in enumerate(dataset.select_columns([*names]), 1):
+            for count in (ids.count(end) for ids in row.values()):
                 most = most or count
                 if not 0 < count == most:
                     raise ConfigError(
@@ -280,23 +279,19 @@ class TokenFile:
         )
         self.num_tokens = 0
         self._sha256 = hashlib.sha256()
-        self._directory = directory
-        try:
+        self._place = os.fspath(directory or tempfile.gettempdir())
+        with reporting("create tokens", self._place):
             self._file: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115, closed by close().
                 dir=directory, prefix=".tokens-"
             )
-        except OSError as error:
-            raise self._failed("create", error) from None
 
     def append(self, ids: Ids) -> None:
         """Appends ids. Raises StorageError."""
         content = memoryview(ids.astype(self.dtype, copy=False).tobytes())
         self._sha256.update(content)
-        try:
+        with reporting("write tokens", self._place):
             while content:
                 content = content[os.write(self._file.fileno(), content) :]
-        except OSError as error:
-            raise self._failed("write", error) from None
         self.num_tokens += len(ids)
 
     def read(self, start: int, count: int) -> Ids:
@@ -304,12 +299,10 @@ class TokenFile:
         StorageError."""
         assert start >= 0 and start + count <= self.num_tokens, (start, count, self.num_tokens)
         itemsize = self.dtype.itemsize
-        try:
+        with reporting("read tokens", self._place):
             content = os.pread(self._file.fileno(), count * itemsize, start * itemsize)
-        except OSError as error:
-            raise self._failed("read", error) from None
-        if len(content) < count * itemsize:
-            raise self._failed("read", OSError(errno.EIO, "the file of tokens was shortened"))
+            if len(content) < count * itemsize:
+                raise OSError(errno.EIO, "the file of tokens was shortened")
         return np.frombuffer(content, dtype=self.dtype)
 
     @property
@@ -320,10 +313,6 @@ class TokenFile:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-    def _failed(self, operation: str, error: OSError) -> StorageError:
-        where = os.fspath(self._directory or tempfile.gettempdir())
-        return StorageError(error.errno or 0, operation=f"{operation} tokens", path=str(where))
 
 
 def tokenize(

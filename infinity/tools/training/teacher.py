@@ -21,7 +21,7 @@ import torch
 from infinity.checkpoint import weight_source
 from infinity.config.hub import in_hub_cache
 from infinity.config.schema.train import Distill
-from infinity.errors import ConfigError, StorageError, refusing
+from infinity.errors import ConfigError, refusing, reporting
 from infinity.tools.logprobs import check, in_sweeps, score_sequence
 from infinity.tools.training.base_identity import identify
 from infinity.tools.training.divergence import Likeliest
@@ -120,13 +120,10 @@ class Teacher:
         return os.pread(self._file.fileno(), 8 * place[1] * self._width, place[0])
 
     def _write(self, content: bytes) -> None:
-        try:
+        with reporting("copy", self.options.teacher):
             self._file.write(content)
             if not content:
                 self._file.flush()
-        except OSError as error:
-            name = str(self.options.teacher)
-            raise StorageError(error.errno or 0, operation="copy", path=name) from error
 
     def refuse_unknown(self, datasets: Sequence[Any]) -> None:
         """Raises ConfigError for a sequence that the teacher's file does not have."""
