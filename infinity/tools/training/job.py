@@ -163,9 +163,6 @@ def _prepare(
         where = output.path if output is not None else None
         teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, reference, where)
         _give_teacher(trainer, config, data, teacher)
-    scores = config.train.facts.purpose == "scores sequences"
-    if scores and (end := end_of_head(plan.hf_config)) is not None:
-        check_ends(filter(None, (trainer.train_dataset, trainer.eval_dataset)), end)
     num_tokens, largest, sha256 = _measured(trainer, config, data)
     if tokenizer is not None:
         refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
@@ -197,6 +194,9 @@ def _measured(trainer: Any, config: JobConfig, data: JobData) -> tuple[int, int,
     if config.train.diffusion is not None:
         return measure_images(trainer.train_dataset, cache_of(config))
     rows, length = trainer.train_dataset, config.data.sequence_length
+    scores = config.train.facts.purpose == "scores sequences"
+    if scores and (end := end_of_head(trainer.model.config)) is not None:
+        check_ends(filter(None, (rows, trainer.eval_dataset)), end)
     if config.train.embed is not None:
         rows = token_ids(rows, trainer.model.tokenizer, length)
     return measure(rows, data.files, length)
