@@ -141,13 +141,11 @@ def _prepare(
                 if config.adapter is None
                 else adapter_nbytes(model, config.adapter.peft_name),
             )
+    where = output.path if output is not None else None
     data = open_data(
-        config,
-        tokenizer,
-        stack,
+        config, tokenizer, stack, directory=where,
         vocab_size=plan.vocab_size if tokenizer is not None else 0,
-        directory=output.path if output is not None else None,
-    )
+    )  # fmt: skip
     if data.processor is not None:
         base = model if config.adapter is None else model.get_base_model()
         if "pixel_values" not in inspect.signature(base.forward).parameters:
@@ -160,7 +158,6 @@ def _prepare(
     if config.train.diffusion is not None:
         trainer.denoising = Denoising(config)
     if config.train.distill is not None and tokenizer is not None:
-        where = output.path if output is not None else None
         teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, reference, where)
         _give_teacher(trainer, config, data, teacher)
     num_tokens, largest, sha256 = _measured(trainer, config, data)
