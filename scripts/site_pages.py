@@ -43,6 +43,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 # A line that superfences takes as the first one of a fence: a language, and options with values.
 OPENING = re.compile(r"```[\w+-]*( [\w-]+=\"[^\"]*\")*")
+TORN = re.compile(r"^\|.*\n\n(?=\|.*\n(?!\|[ :|-]+$))", re.MULTILINE)  # Of a table.
 # A link to a program on a line for itself, for which the site shows the program.
 PROGRAM = re.compile(r"^\[[\w.]+\]\(\.\./(examples/\w+\.py)\)$", re.MULTILINE)
 HEADING = re.compile(r"^#{1,6} ", re.MULTILINE)
@@ -68,9 +69,11 @@ def home_of(package: ModuleType, name: str) -> str:
     return f"{getattr(package, name).__module__}.{name}"
 
 
-def broken_fences(text: str) -> list[str]:
-    """Returns what is wrong with the fences of a page, each with its line."""
-    opened, found = 0, []
+def broken_parts(text: str) -> list[str]:
+    """Returns what is wrong with the fences and tables of a page, each with its line."""
+    opened = 0
+    lines = [text[: torn.end()].count("\n") for torn in TORN.finditer(text)]
+    found = [f"line {number}: an empty line before a row of a table" for number in lines]
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.startswith("```"):
             continue
@@ -152,7 +155,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(text: str, page: Page, files: Files, **_: object) -> str:
     """Makes links between files of the repository links between places on the site."""
     own = page.file.src_uri
-    if wrong := broken_fences(text):
+    if wrong := broken_parts(text):
         raise PluginError(f"{own}: {'; '.join(wrong)}")
     if own == "index.md":
         page.meta["hide"] = ["navigation", "toc"]

@@ -79,17 +79,22 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         )
 
 
-def test_every_fence_of_a_page_is_read_as_one() -> None:
+def test_every_fence_and_table_of_a_page_is_read_as_one() -> None:
     """The build of the site ends for one that is not; this is the same check, without a build."""
     pytest.importorskip("mkdocs", reason="pip install 'infinity-offload[docs]'")
     sys.path.append(str(ROOT / "scripts"))
-    from site_pages import PAGES, broken_fences
+    from site_pages import PAGES, broken_parts
 
     for page in (*DOCS.rglob("*.md"), *(ROOT / name for name in PAGES)):
-        assert not broken_fences(page.read_text()), page
-    for text in ("```bash fails\nls\n```\n", "```\nls\n", "```bash\nls\n```text\n```\n"):
-        assert broken_fences(text), text
-    assert not broken_fences('```toml title="a.toml"\na = 1\n```\n')
+        assert not broken_parts(page.read_text()), page
+    for text in (
+        "```bash fails\nls\n```\n",
+        "```\nls\n",
+        "```bash\nls\n```text\n```\n",
+        "| a |\n\n| b |\n",
+    ):
+        assert broken_parts(text), text
+    assert not broken_parts('```toml title="a.toml"\na = 1\n```\n')
 
 
 def test_no_empty_line_cuts_a_table_or_follows_another() -> None:
