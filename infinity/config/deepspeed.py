@@ -114,6 +114,8 @@ def refuse_lost(found: Translation, source: ConfigSource) -> None:
 
 def translate(table: Mapping[str, Any]) -> Translation:
     """Walks every key of a DeepSpeed configuration through the table of rules."""
+    if isinstance(is_on := table.get("zero_optimization"), bool):  # The spelling of its first page.
+        table = {**table, "zero_optimization": {"stage": int(is_on)}}
     facts = Facts(table)
     entries = tuple(_entry(key, value, facts) for key, value in _leaves(table, ""))
     settings: dict[str, Any] = {}

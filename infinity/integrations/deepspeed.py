@@ -43,7 +43,7 @@ from infinity.checkpoint.run.load import load
 from infinity.config import SwapConfig
 from infinity.config.deepspeed_keys import Facts
 from infinity.config.source import read_source
-from infinity.config.swap import from_deepspeed
+from infinity.config.swap import from_table_of_deepspeed
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, UnsupportedError, reporting
 from infinity.integrations.hf import (
@@ -73,6 +73,7 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self._micro, self._accumulation = micro, accumulation
         self._is_boundary: bool | None = None
+        self._has_backward = False  # Of this micro-batch.
         self.micro_steps = self.global_steps = self.global_samples = 0
         engine = engine_of(model)
         self.device = engine.device.torch_device
@@ -101,6 +102,7 @@ class DeepSpeedEngine(nn.Module):
         if scale_wrt_gas and self._accumulation > 1:
             loss = loss / self._accumulation
         loss.backward(retain_graph=retain_graph)
+        self._has_backward = True
         return loss
 
     def step(self) -> None:
@@ -111,6 +113,12 @@ class DeepSpeedEngine(nn.Module):
                 "engine.step(): there is no optimizer; give deepspeed.initialize one, or name it "
                 "in the JSON"
             )
+        if self._accumulation > 1 and not self._has_backward:
+            raise UnsupportedError(
+                "engine.step() after loss.backward(): expected engine.backward(loss), which "
+                f"divides by the {self._accumulation} steps of accumulation"
+            )
+        self._has_backward = False
         if self.is_gradient_accumulation_boundary():
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -221,6 +229,10 @@ class DeepSpeedEngine(nn.Module):
         export_safetensors(self.module, save_dir)
         return True
 
+    def destroy(self) -> None:
+        """Releases memory and swap files."""
+        infinity.close(self.module)
+
 
 def initialize(
     args: Any = None,
@@ -263,7 +275,8 @@ def initialize(
         )
     if dist_init_required is not False:
         init_distributed()
-    facts, swap = Facts(read_source(source)[0]), from_deepspeed(source)
+    table, origin = read_source(source)
+    facts, swap = Facts(table), from_table_of_deepspeed(table, origin)
     world = dist.get_world_size() if dist.is_initialized() else 1
     micro, accumulation = _sizes(facts, world)
     chosen = [p for p in model.parameters() if p.requires_grad]
@@ -385,9 +398,11 @@ def _factor(facts: Facts) -> Callable[[int], float] | None:
 
 
 def init_distributed(dist_backend: str | None = None, *_: Any, **options: Any) -> None:
-    """Joins the processes of a launcher, if there is one and they have not joined yet."""
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group(dist_backend if torch.cuda.is_available() else "gloo")
+    """Joins the processes of a launcher, or this one alone, unless they have joined."""
+    if not dist.is_initialized():
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = dist_backend if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, **({} if "RANK" in os.environ else alone))
 
 
 def add_config_arguments(parser: Any) -> Any:
@@ -458,6 +473,18 @@ def get_accelerator() -> ModuleType:
     return _module("accelerator.get_accelerator()", own)
 
 
+_messages = logging.getLogger("DeepSpeed")  # Shows what is of use at run time, as there.
+_messages.setLevel(logging.INFO)
+_messages.addHandler(logging.StreamHandler())
+
+
+def _log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on these ranks: -1 is every one, and without a list none does once they have joined."""
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    if rank == -1 or {rank, -1} & {*(ranks or ())}:
+        _messages.log(level, "[Rank %d] %s", rank, message)
+
+
 def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint.checkpoint(function, *args, use_reentrant=False)
 
@@ -501,6 +528,7 @@ adam = _module("ops.adam", {"FusedAdam": _fused_adam, "DeepSpeedCPUAdam": _adam}
 ops = _module("ops", {"adam": adam})
 accelerator = _module("accelerator", {"get_accelerator": get_accelerator})
 checkpointing = _module("checkpointing", {"checkpoint": _checkpoint, "configure": _configure})
+utils = MODULES["utils.logging"] = _module("utils", {"logger": _messages, "log_dist": _log_dist})
 _ACTIVATIONS = "runtime.activation_checkpointing"
 MODULES[f"{_ACTIVATIONS}.checkpointing"] = checkpointing
 _module(_ACTIVATIONS, {"checkpointing": checkpointing})

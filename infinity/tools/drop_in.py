@@ -29,7 +29,9 @@ import infinity
 from infinity.checkpoint import weight_source
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.config import SwapConfig
+from infinity.config.deepspeed_keys import Facts
 from infinity.config.hub import download_remedy, in_hub_cache
+from infinity.config.source import read_source
 from infinity.errors import ConfigError
 from infinity.integrations import deepspeed
 from infinity.integrations.hf import (
@@ -60,6 +62,18 @@ _OF_HUB = (
     "code_revision", "commit_hash", "subfolder", "_from_auto", "adapter_kwargs", "_commit_hash",
     "low_cpu_mem_usage", "use_safetensors", "variant", "ignore_mismatched_sizes", "weights_only",
 )  # fmt: skip
+# What a DeepSpeed file and TrainingArguments both say: transformers, too, wants it to be equal.
+_SAID_TWICE = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm", "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon", "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+}  # fmt: skip
+_SCHEDULES = {
+    "WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
+}  # fmt: skip
 
 
 class DropIn:
@@ -103,6 +117,7 @@ class DropIn:
 
         def post_init(args: Any) -> None:
             if args.deepspeed:
+                _take_schedule(args)
                 self._config, args.deepspeed = self._config or args.deepspeed, None
             plain_post_init(args)
 
@@ -236,6 +251,23 @@ class DropIn:
         number = len(self.offloaded)
         self.offloaded.append(str(directory or type(model).__name__))
         return with_own_drives(config, str(number)) if number else config
+
+
+def _take_schedule(args: Any) -> None:
+    """Gives TrainingArguments the schedule of their DeepSpeed file, which goes before their own.
+    Raises ConfigError for numbers of the file that are others than theirs."""
+    facts = Facts(read_source(args.deepspeed)[0])
+    for key, name in _SAID_TWICE.items():
+        own, theirs = getattr(args, name), facts.get(key)
+        if theirs not in (None, own):
+            raise ConfigError(
+                f"args.deepspeed: {key} is {theirs}, and args.{name} is {own}; expected the same, "
+                'or "auto" in the file'
+            )
+    kind = facts.get("scheduler.type")
+    if kind in _SCHEDULES:
+        args.lr_scheduler_type = _SCHEDULES[kind]
+        _log.warning("args.deepspeed: %s is lr_scheduler_type=%r", kind, args.lr_scheduler_type)
 
 
 @contextmanager

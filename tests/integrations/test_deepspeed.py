@@ -10,6 +10,7 @@ import json
 import math
 import runpy
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ for epoch in range(2):
 NAMES = """
 import deepspeed
 import deepspeed.comm as dist
+from deepspeed.utils import log_dist, logger
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -110,7 +112,10 @@ optimizer = KIND(model.parameters(), lr=0.01, weight_decay=0.1)
 forward = model.blocks[1].forward
 model.blocks[1].forward = lambda batch: checkpoint(forward, batch)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="ds_config.json")
-assert isinstance(engine, DeepSpeedEngine) and not dist.is_initialized()
+assert isinstance(engine, DeepSpeedEngine) and (dist.get_rank(), dist.get_world_size()) == (0, 1)
+log_dist("said", ranks=[0])
+log_dist("not said", ranks=[1])
+logger.info("also said")
 losses = []
 for batch in data_loader:
     loss = engine(batch.to(get_accelerator().current_device_name()))
@@ -129,6 +134,14 @@ CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
 }  # fmt: skip
 WARMUP = {"warmup_max_lr": 0.02, "warmup_num_steps": 2}
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """A loop joins the processes, as DeepSpeed does, and so it does alone."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def plain(config: dict[str, Any], rates: list[float]) -> tuple[list[float], dict[str, Any]]:
@@ -217,14 +230,20 @@ def test_other_names_are_refused_where_a_script_takes_them(
         ran(f"import deepspeed\n{line}\n", CONFIG, as_it_is=True)
 
 
-def test_a_checkpoint_of_deepspeed_is_refused_with_the_way_to_its_weights(tmp_path: Path) -> None:
+def test_a_checkpoint_of_deepspeed_and_a_plain_backward_are_refused_with_the_way(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "global_step7").mkdir()
     (tmp_path / "latest").write_text("global_step7")
     (tmp_path / "global_step7" / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
     engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=CONFIG)
     with pytest.raises(UnsupportedError, match=f"zero_to_fp32.py {tmp_path} OUT"):
         engine.load_checkpoint(tmp_path)
-    infinity.close(engine.module)
+    engine(torch.ones(4)).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"expected engine.backward\(loss\), which divides"):
+        engine.step()
+    engine.destroy()
+    assert "released" in repr(engine.module.weight)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ ZERO = {
         "offload_optimizer": {"device": "cpu"},
     },
     "bf16": {"enabled": "auto"},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
     "train_batch_size": "auto",
 }
 PROGRAM = """
@@ -173,6 +174,11 @@ def test_a_program_of_trl_runs_as_it_is(
     assert drop_in.offloaded == [str(Path("model"))]
     engine = infinity.engine_of(ran["trainer"].model)
     assert bool(engine.config.tiers.nvme) is bool(arguments)
+    chosen = "constant_with_warmup" if arguments else "linear"
+    assert ran["trainer"].args.lr_scheduler_type == chosen
+    wrong, said = {"optimizer": {"params": {"lr": 3}}}, "is 3, and args.learning_rate is 5e-05"
+    with DropIn().installed(), pytest.raises(ConfigError, match=said):
+        TrainingArguments("out", deepspeed=wrong)
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(value.any() for name, value in adapter.items() if "lora_B" in name)
     engine.close()

@@ -145,9 +145,10 @@ def test_one_trillion_comes_out_as_it_was_meant() -> None:
 
 
 def test_without_offload_all_state_stays_on_the_device() -> None:
-    config = from_deepspeed({"zero_optimization": {"stage": 3}})
-    assert {tiers for kind, tiers in config.placement if kind != "frozen"} == {("device",)}
-    assert not config.placement.reads_in_place
+    for stage in ({"stage": 3}, True):
+        config = from_deepspeed({"zero_optimization": stage})
+        assert {tiers for kind, tiers in config.placement if kind != "frozen"} == {("device",)}
+        assert not config.placement.reads_in_place
 
 
 @pytest.mark.parametrize(
