@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,26 @@ def test_quiet_leaves_the_exit_code_json_and_errors(tmp_path: Path) -> None:
 def test_help_of_a_command_imports_neither_torch_nor_pydantic() -> None:
     code = "import infinity.tools.cli as cli\nfor name in cli._COMMANDS:\n    cli._import_command(name)"
     assert imported_by(code, ("torch", "pydantic", "numpy")) == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("module", "code"), [("typer", -signal.SIGINT), ("infinity.tools.cli.watch", 130)]
+)
+def test_ctrl_c_shows_no_traceback(module: str, code: int) -> None:
+    """Neither while the command line is imported nor while a command runs."""
+    program = f"""
+import os, signal, sys
+class Finder:
+    def find_spec(name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+from infinity.__main__ import main
+sys.meta_path.insert(0, Finder)
+main()
+"""
+    words = [sys.executable, "-c", program, "watch", "nothing"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == code and "Traceback" not in done.stderr
 
 
 def complete(*words: str) -> list[str]:

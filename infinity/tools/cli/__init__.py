@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -69,6 +70,8 @@ class _LazyGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Turns the package's errors, and OSErrors about a file, into one line and exit code 2."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # Of `infinity.__main__`.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return super().invoke(ctx)
         except (InfinityError, OSError) as error:
@@ -154,7 +157,7 @@ def _options(
 
 
 def main() -> None:
-    """The console entry point."""
+    """Runs the command of the arguments."""
     import infinity
 
     if "SwapConfig" not in getattr(infinity, "__all__", ()):
