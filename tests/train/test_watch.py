@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from infinity.tools.training.ending import next_commands, notify
 from infinity.tools.training.metrics import MetricsReader
 from infinity.tools.training.report import Reporter, Step, Summary, line_of
 from tests.support.commands import imported_by, run_command
+from tests.support.forked import COMMAND
 
 BEGUN_S = 1.8e9
 AFTER = {"nvme_write_nbytes": 1e9, "read_wait_s": 0.5, "copy_wait_s": 0.25, "update_s": 0.25,
@@ -108,7 +112,8 @@ def test_the_end_of_a_run_is_that_of_its_summary(tmp_path: Path) -> None:
     summary.checkpoint, summary.export_directory = "checkpoints/step-20", "out"
     (tmp_path / "summary.json").write_text(json.dumps(summary.to_dict()))
     file = tmp_path / "metrics.jsonl"
-    for ended_s, found in ((BEGUN_S - 1, None), (BEGUN_S + 61, "checkpoints/step-20")):
+    # Times over SFTP are in whole seconds.
+    for ended_s, found in ((BEGUN_S - 1, None), (BEGUN_S + 59, "checkpoints/step-20")):
         os.utime(tmp_path / "summary.json", (ended_s, ended_s))
         assert numbers_of(lines, BEGUN_S, file)["checkpoint"] == found
     numbers = numbers_of(lines, BEGUN_S, file)
@@ -117,8 +122,34 @@ def test_the_end_of_a_run_is_that_of_its_summary(tmp_path: Path) -> None:
     summary = Summary(steps=20, num_parameters=1, resumed_at=19, interrupted_by="SIGINT")
     (tmp_path / "summary.json").write_text(json.dumps(summary.to_dict()))
     os.utime(tmp_path / "summary.json", (BEGUN_S + 61, BEGUN_S + 61))
-    heading = screen(lines[:-1], file, 80, BEGUN_S).renderables[0]
-    assert "ended early" in str(heading)
+    heading, trouble, *_ = screen(lines[:-1], file, 80, BEGUN_S, "away").renderables
+    assert "ended early" in str(heading) and str(trouble) == "away"
+
+
+def test_on_a_terminal_the_screen_waits_for_the_first_step_and_for_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    run, (own, theirs) = tmp_path / "out", pty.openpty()
+    words = [sys.executable, "-c", COMMAND, "watch", str(run), "--every", "0.1"]
+    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = ""
+
+    def show(text: str) -> None:
+        nonlocal shown
+        while text not in shown:
+            shown += os.read(own, 4096).decode(errors="ignore")
+
+    show("waiting for the first step")
+    run.mkdir()
+    write(run / "metrics.jsonl", [line(1, steps=1, ended_s=time.time())])
+    show("all steps are done")
+    assert process.poll() is None
+    summary = Summary(steps=1, num_parameters=1, resumed_at=1, checkpoint="out/step-1")
+    (run / "summary.json").write_text(json.dumps(summary.to_dict()))
+    show("out/step-1")
+    assert process.wait(timeout=60) == 0
+    os.close(own)
 
 
 def settings(tmp_path: Path, tokenizer: str = "tokens", **output: Any) -> SwapConfig:
@@ -140,6 +171,8 @@ def test_the_last_lines_are_commands(tmp_path: Path) -> None:
     text = "\n".join(next_commands(settings(tmp_path), summary))
     assert f"infinity merge {tmp_path / 'base'} {tmp_path / 'out'} -o merged" in text
     assert f"infinity chat {tmp_path / 'out'}" in text
+    assert f"infinity export-adapter {tmp_path / 'out'} --for vllm" in text
+    assert f"infinity score {tmp_path / 'base'} --adapter {tmp_path / 'out'} DATA" in text
     text = "\n".join(next_commands(settings(tmp_path, tokenizer="bytes"), summary))
     assert "infinity generate" in text and "infinity chat" not in text
 

@@ -21,6 +21,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE_ROWS = 8
 _CURVE_MARGIN = 12  # Columns before the curve.
 _LATE = 10  # Steps' times without a new step: the run has ended, or stands still.
+_LONGEST_EXPORT_S = 3600  # After the last step.
 _AT_THE_END = ("checkpoint", "export_directory", "interrupted_by", "stopped_early", "best_step",
                "sample", "lost")  # fmt: skip
 _OTHER = {"drives": ("read_wait_s", "write_wait_s"), "link": ("copy_wait_s",),
@@ -34,40 +35,48 @@ def watch(
     """Show a run: losses, time left, where the time goes, memory, drives, the last checkpoint.
 
     Reads the files of metrics and of the summary alone, so the run may be on another machine whose
-    directory is mounted here. On a terminal the screen follows the run until its last step or
-    Ctrl-C; elsewhere it is printed once.
+    directory is mounted here. On a terminal the screen follows the run from before its first step
+    until its results are written or Ctrl-C; elsewhere it is printed once.
     """
+    from contextlib import suppress
+
+    from rich.console import Console
+    from rich.live import Live
+
     from infinity.config.paths import RUN_NAMES
     from infinity.tools.training.metrics import MetricsReader, is_metrics
 
-    file = run / RUN_NAMES[2] if run.is_dir() else run
-    reader = MetricsReader(file)
-    remedy = "; expected the output.directory of a run of infinity train"
-    with refusing(str(file), OSError, remedy=remedy):
-        reader.read()
-    if not reader.lines and not is_metrics(file):
-        raise ConfigError(f"{file} has no lines of metrics{remedy}")
+    file = run if run.suffix == ".jsonl" and not run.is_dir() else run / RUN_NAMES[2]
+    reader, console = MetricsReader(file), Console()
+    remedy, trouble = "; expected the output.directory of a run of infinity train", ""
+    # A run that has just been started makes its directory first.
+    place = run / RUN_NAMES[0] if run.is_dir() else run.absolute().parent
+    if not is_silent() and console.is_terminal and not file.exists() and place.exists():
+        trouble = "waiting for the first step, Ctrl-C ends"
+    else:
+        with refusing(str(file), OSError, remedy=remedy):
+            reader.read()
+        if not reader.lines and not is_metrics(file):
+            raise ConfigError(f"{file} has no lines of metrics{remedy}")
     reply(numbers_of(reader.lines, time.time(), file))
     if is_silent():
         return
-    from rich.console import Console
-
-    console = Console()
     if not console.is_terminal:
         console.print(screen(reader.lines, file, console.width, time.time()))
         return
-    from contextlib import suppress
-
-    from rich.live import Live
-
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(screen(reader.lines, file, console.width, time.time()), refresh=True)
-            if reader.lines and _is_over(reader.lines[-1]):
+            now_s, lines = time.time(), reader.lines
+            has_ended = bool(lines) and _has_ended(file, lines[-1], now_s)
+            live.update(screen(lines, file, console.width, now_s, trouble), refresh=True)
+            if has_ended:
                 break
             time.sleep(every)
-            with suppress(OSError):  # A mount that is away comes back.
+            try:
                 reader.read()
+                trouble = ""
+            except OSError as error:  # A mount that is away comes back.
+                trouble = f"cannot be read now ({error.strerror})" if lines else trouble
 
 
 def summary_of(lines: Sequence[Line]) -> Summary:
@@ -115,7 +124,8 @@ def _end_of(file: Path, last: Line) -> dict[str, Any]:
 
     place = file.with_name(RUN_NAMES[1])
     try:
-        if place.stat().st_mtime < last.get("ended_s", math.inf):
+        # A mount may have times in whole seconds, as SFTP does.
+        if place.stat().st_mtime + 2.0 < last.get("ended_s", math.inf):
             return {}
         said = table_of(read_json(place), "it")
         done = sum(integer(field(said, key), key) for key in ("resumed_at", "steps_done"))
@@ -124,15 +134,22 @@ def _end_of(file: Path, last: Line) -> dict[str, Any]:
     return {key: said[key] for key in _AT_THE_END if done == last["step"] and key in said}
 
 
-def screen(lines: Sequence[Line], file: Path, width: int, now_s: float) -> Group:
-    """Returns the screen at `now_s` (seconds since 1970): at most 24 rows of `width` columns."""
+def _has_ended(file: Path, last: Line, now_s: float) -> bool:
+    """Whether the steps are done, and the results written or lost meanwhile."""
+    is_late = now_s - last.get("ended_s", 0.0) > _LONGEST_EXPORT_S
+    return _is_over(last) and (is_late or bool(_end_of(file, last)))
+
+
+def screen(lines: Sequence[Line], file: Path, width: int, now_s: float, trouble: str = "") -> Group:
+    """Returns the screen at `now_s` (seconds since 1970): at most 24 rows of `width` columns.
+    `trouble` says why the file cannot be read."""
     from rich.console import Group
     from rich.text import Text
 
     if not lines:
-        return Group(Text(f"{file}: no step is over yet", no_wrap=True))
+        return Group(Text(f"{trouble or 'no step is over yet'}: {file}", no_wrap=True))
     numbers, last = numbers_of(lines, now_s, file), lines[-1]
-    rows = [_heading(numbers, last), ""]
+    rows = [_heading(numbers, last), trouble]
     rows += _curve("loss", [line["loss"] for line in lines], width)
     held_out = [loss["loss"] for loss in numbers["held_out_losses"]]
     if held_out:
@@ -157,6 +174,7 @@ def _heading(numbers: dict[str, Any], last: Line) -> str:
         parts.append("ended early")
     elif age_s is not None and age_s > max(_LATE * pace_s, 60.0):
         parts.append(f"no step for {clock_of(age_s)}: ended, or standing still")
+        age_s = None  # Is said.
     elif numbers["left_s"] is not None:
         parts.append(f"ETA {clock_of(numbers['left_s'])}")
     parts.append(f"{last['tokens_per_s']:,.0f} tokens/s")

@@ -42,15 +42,17 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
         found.append((f"pipeline.{call}({str(config.output.directory)!r})", "in diffusers"))
     elif summary.export_directory and config.train.embed is not None:
         found.append((f"SentenceTransformer({str(config.output.directory)!r})", "in Python"))
-    elif summary.export_directory and config.train.facts.purpose == "scores sequences":
-        model = output if config.adapter is None else f"{base} --adapter {output}"
-        found.append((f"infinity score {model} DATA -o scores.jsonl", "score texts"))
     elif summary.export_directory:
-        if config.data.tokenizer != "bytes":  # These have no chat template.
+        writes, has_adapter = config.train.facts.purpose == "generates text", bool(config.adapter)
+        if writes and config.data.tokenizer != "bytes":  # These have no chat template.
             found.append((f"infinity chat {output}", "talk to it"))
-        found.append((f'infinity generate {output} "..."', "let it continue a text"))
-        if config.adapter is not None:
+        if writes:
+            found.append((f'infinity generate {output} "..."', "let it continue a text"))
+        if writes and has_adapter:
             found.append((f"infinity merge {base} {output} -o merged", "base and adapter as one"))
+            found.append((f"infinity export-adapter {output} --for vllm", "serve it"))
+        model = f"{base} --adapter {output}" if has_adapter else output
+        found.append((f"infinity score {model} DATA -o scores.jsonl", "score texts"))
     if summary.checkpoint is not None:
         place = quote(str(Path(summary.checkpoint).parent))  # It may be on another drive.
         found.append((f"infinity inspect {place}", "its checkpoints"))
