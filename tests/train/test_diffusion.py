@@ -130,6 +130,17 @@ def train(job: Path, **options: Any) -> list[float]:
     return [line["loss"] for line in lines_of(job / "output")]
 
 
+def test_new_writes_a_file_that_trains(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    said = run_command("new", home / "flux", "-o", file).output
+    assert "expected --data IMAGES" in said and not file.exists()
+    said = run_command("new", home / "flux", "--data", home / "images", "-o", file).output
+    assert f"Your data, {ROWS} images with captions: {ROWS} steps" in said
+    sizes = ("train.steps=1", "train.diffusion.resolution=16", "tiers.host.capacity=32MiB")
+    done = run_command("train", file, *(word for size in sizes for word in ("--set", size)))
+    assert done.exit_code == 0, done.output
+
+
 def targets(transformer: Any) -> list[str]:
     """The linear layers of attention and feed-forward modules."""
     return [

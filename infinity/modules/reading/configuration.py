@@ -88,7 +88,8 @@ def config_of_directory(path: Path, *, trusts_code: bool = False) -> Any:
     if denoiser is not None:
         raise ConfigError(
             f"model.path: {path} is a {denoiser[CLASS_NAME]} of diffusers, which `infinity train` "
-            'trains with train.method = "diffusion"; here a language model is expected'
+            'trains with train.method = "diffusion" (`infinity new` writes a file); here a '
+            "language model is expected"
         )
     table = table_of_file(file)
     check_numbers(table, f"model.path: {file}: ")

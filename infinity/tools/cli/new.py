@@ -120,18 +120,25 @@ def write_new(asked: NewOptions) -> None:
     """Measures, decides, writes the file and prints the answer. Raises ConfigError before anything
     is measured, CapacityError with the key to change if nothing fits."""
     _refuse(asked)
+    from infinity.modules.reading.configuration import table_of_denoiser
     from infinity.plan.directory import read_directory
     from infinity.tools.plan.data_facts import purpose_of
 
-    directory = read_directory(asked.directory, purpose=purpose_of(asked.data or ()))
-    _refuse_model(asked, directory)
-    wish = _wish(asked, directory)
-    machine, found, forecast = _decide(asked, wish, directory)
-    if forecast.obstacles:
-        raise ConfigError(
-            f"no file was written, because nothing fits {machine.name}: "
-            + "; ".join(forecast.obstacles)
-        )
+    machine: Hardware | None = None
+    forecast: Forecast | None = None
+    if table_of_denoiser(asked.directory) is not None:
+        wish, found = _denoising(asked)
+    else:
+        directory = read_directory(asked.directory, purpose=purpose_of(asked.data or ()))
+        _refuse_model(asked, directory)
+        positions = directory.shape.max_positions
+        wish = _wish(asked, positions, _facts(asked, asked.sequence or positions))
+        machine, found, forecast = _decide(asked, wish, directory)
+        if forecast.obstacles:
+            raise ConfigError(
+                f"no file was written, because nothing fits {machine.name}: "
+                + "; ".join(forecast.obstacles)
+            )
     from infinity.tools.plan.draft import file_of
 
     name = shlex.quote(asked.file.name) if asked.file is not None else "FILE"
@@ -227,7 +234,30 @@ def _refuse_model(asked: NewOptions, directory: ModelDirectory) -> None:
         )
 
 
-def _wish(asked: NewOptions, directory: ModelDirectory) -> Wish:
+def _denoising(asked: NewOptions) -> tuple[Wish, Draft]:
+    """Returns the draft for the transformer of a pipeline of diffusers, which no planner knows.
+    Raises ConfigError as a run."""
+    others = (asked.sweep, asked.experts, asked.ranks > 1, asked.hardware, not asked.data)
+    if any(others):
+        raise ConfigError(
+            f"{asked.directory}: for a pipeline of diffusers expected --data IMAGES, and none of "
+            "--sweep, --experts, --ranks and --hardware"
+        )
+    from infinity.config import JobConfig
+    from infinity.tools.plan.data_facts import CAPTIONED, DataFacts
+    from infinity.tools.plan.draft import draft
+    from infinity.tools.training.denoising import Denoising
+    from infinity.tools.training.latents import captioned_images
+
+    wish = _wish(asked, None, DataFacts(CAPTIONED, 1, 0, 0, is_exact=True))
+    config = JobConfig.of(draft(wish, None, spills=True).config)
+    Denoising(config)
+    count = len(captioned_images(config.data.paths))
+    wish = replace(wish, data=DataFacts(CAPTIONED, count, 0, 0, is_exact=True))
+    return wish, draft(wish, None, spills=True)
+
+
+def _wish(asked: NewOptions, max_positions: int | None, data: DataFacts | None) -> Wish:
     from infinity.config.hub import model_name
     from infinity.tools.plan.draft import Wish
 
@@ -235,10 +265,10 @@ def _wish(asked: NewOptions, directory: ModelDirectory) -> Wish:
     name = model_name(asked.file or asked.directory).removesuffix(".toml")
     return Wish(
         model=asked.directory.resolve(),
-        max_positions=directory.shape.max_positions,
+        max_positions=max_positions,
         rank=None if asked.full else asked.rank or _RANK,
         experts=asked.experts,
-        data=_facts(asked, asked.sequence or directory.shape.max_positions),
+        data=data,
         data_paths=tuple(path.resolve() for path in asked.data or ()) or (place / "chat.jsonl",),
         swap=tuple(path.resolve() for path in asked.swap or ()) or (place / f"{name}-swap",),
         output=place / f"{name}-output",
@@ -286,10 +316,11 @@ def _decide(
         return decide(wish, directory, measure_all)
 
 
-def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
+def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast | None) -> list[str]:
     from infinity.tools.plan.draft import answer_lines, describe_machine
 
-    lines = [describe_machine(forecast.hardware), *answer_lines(wish, found, forecast)]
+    lines = [describe_machine(forecast.hardware)] if forecast else []
+    lines += answer_lines(wish, found, forecast)
     if asked.file is not None:
         file = shlex.quote(str(asked.file))
         lines += [f"wrote {asked.file}", f"next: {wish.program} train {file}"]
@@ -297,7 +328,7 @@ def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> l
 
 
 def _answer(
-    asked: NewOptions, wish: Wish, machine: Hardware, found: Draft, forecast: Forecast
+    asked: NewOptions, wish: Wish, machine: Hardware | None, found: Draft, forecast: Forecast | None
 ) -> dict[str, Any]:
     from infinity.tools.plan.draft import answer_lines
     from infinity.tools.plan.report import answer
@@ -305,9 +336,9 @@ def _answer(
     return {
         "file": None if asked.file is None else str(asked.file),
         "text": " ".join(answer_lines(wish, found, forecast)),
-        "answer": answer(forecast),
+        "answer": answer(forecast) if forecast else None,
         "steps": found.steps,
-        "seconds": None if wish.data is None else found.steps * forecast.step.step_s,
-        "hardware": machine.model_dump(),
+        "seconds": found.steps * forecast.step.step_s if forecast and wish.data else None,
+        "hardware": machine.model_dump() if machine else None,
         "config": found.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
     }

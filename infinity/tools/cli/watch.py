@@ -46,7 +46,8 @@ def watch(
     from infinity.config.paths import RUN_NAMES
     from infinity.tools.training.metrics import MetricsReader, is_metrics
 
-    file = run if run.suffix == ".jsonl" and not run.is_dir() else run / RUN_NAMES[2]
+    is_file = not run.is_dir() and (run.is_file() or run.suffix == ".jsonl")
+    file = run if is_file else run / RUN_NAMES[2]
     reader, console = MetricsReader(file), Console()
     remedy, trouble = "; expected the output.directory of a run of infinity train", ""
     # A run that has just been started makes its directory first.

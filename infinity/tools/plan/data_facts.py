@@ -29,6 +29,7 @@ from infinity.tools.training.tokenizers import Tokenizer
 _log = logging.getLogger(__name__)
 
 IMAGES, PAIRS, SCORED = "records with images", "pairs", "scored pairs"
+CAPTIONED = "images with captions"
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB
 _MARKS = 8  # Tokens that a template writes around a message,

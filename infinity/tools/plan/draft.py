@@ -19,7 +19,7 @@ from infinity.errors import CapacityError
 from infinity.plan.hardware import UNSURE, Hardware
 from infinity.plan.predict import Forecast
 from infinity.sizes import GIB, MIB, align_up, format_nbytes
-from infinity.tools.plan.data_facts import IMAGES, PAIRS, SCORED, DataFacts
+from infinity.tools.plan.data_facts import CAPTIONED, IMAGES, PAIRS, SCORED, DataFacts
 from infinity.tools.plan.report import duration, flops, sentences
 
 Table = dict[str, Any]
@@ -31,6 +31,7 @@ _LONGEST = 4096  # Tokens of a sequence, unless more are asked for.
 _LENGTH_STEP = 128
 _TEXT_LENGTH = 2048
 _BATCH_TOKENS = 4096  # Of one micro-batch: enough work for each of some hundred experts.
+_CAPTION_LENGTH = 512  # What FLUX and Stable Diffusion 3 take.
 _SEQUENCES_A_STEP = 16
 _LEAST_STEPS_A_PASS = 20  # With little data, steps are smaller.
 _STEPS_WITHOUT_DATA = 100
@@ -41,6 +42,12 @@ _HOST_PERCENT = {True: 75, False: 50}
 _EVALUATIONS = 5
 _LOSSES = {PAIRS: "MultipleNegativesRankingLoss", SCORED: "CoSENTLoss"}
 _SPARE_NBYTES = 256 * MIB
+_OF_DENOISING = {
+    "train.diffusion.resolution": "pixels of a side; 1024 takes four times as long",
+    "train.batch_size": "image of a micro-batch, which has sides of its own",
+    "train.gradient_accumulation_steps": "images of a step",
+}
+_DENOISING: Table = {"method": "diffusion", "diffusion": {"resolution": 512, "aspect": "keep"}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +162,10 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
     if wish.data is not None and wish.data.noun in _LOSSES:
         del table["schedule"]
         table["train"] |= {"method": "embed", "embed": {"loss": _LOSSES[wish.data.noun]}}
+    if wish.data is not None and wish.data.noun == CAPTIONED:
+        table["train"] |= _DENOISING
+        table["checkpoint"]["every"] = max(1, batch.steps // 10)  # No plan says how long they take.
+        notes |= _OF_DENOISING
     if table["data"]["held_out"]:
         table["train"] |= {"eval_every": max(1, batch.steps // _EVALUATIONS), "eval_batches": 2}
     return Draft(
@@ -267,6 +278,7 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
     wanted = max(1, of_all // wish.num_ranks)
     of_all = wanted * wish.num_ranks
     micro = wanted if compares else min(wanted, _BATCH_TOKENS // length, num_sequences or wanted)
+    micro = 1 if wish.data is not None and wish.data.noun == CAPTIONED else micro
     most = max(1, micro)
     size = next(number for number in range(most, 0, -1) if wanted % number == 0)
     steps, why_steps = _STEPS_WITHOUT_DATA, "no data was given to count (infinity new --data)"
@@ -293,6 +305,8 @@ def _length(wish: Wish) -> tuple[int, str]:
     if wish.length is not None:
         return wish.length, "tokens, as asked"
     data = wish.data
+    if data is not None and data.noun == CAPTIONED:
+        return _CAPTION_LENGTH, "tokens of a caption"
     if data is None or not data.num_records:
         return min(_TEXT_LENGTH, limit), "tokens"
     longest = align_up(max(data.longest, 1), _LENGTH_STEP)
@@ -323,14 +337,15 @@ def _share_held_out(num_sequences: int) -> float:
 # -- The file and the answer -----------------------------------------------------------------------
 
 
-def file_of(wish: Wish, found: Draft, forecast: Forecast, name: str, today: str = "") -> str:
+def file_of(wish: Wish, found: Draft, forecast: Forecast | None, name: str, today: str = "") -> str:
     """Returns the text of the file: what it is for, the plan's answer, commands, and each key with
     its remark. `name` is the file's, as the commands have it; `today` a date."""
     how = "all weights" if wish.rank is None else f"LoRA of rank {wish.rank}"
     how = f"{len(wish.sweep)} LoRA adapters over one base" if wish.sweep else how
+    machine = f" for {describe_machine(forecast.hardware)}" if forecast else ""
     said = [
-        f"{model_name(wish.model)}: {how}. Written by `infinity new`{today and f' on {today}'} for "
-        f"{describe_machine(forecast.hardware)}.",
+        f"{model_name(wish.model)}: {how}. Written by `infinity new`{today and f' on {today}'}"
+        f"{machine}.",
         *answer_lines(wish, found, forecast),
     ]
     head = [line for text in said for line in textwrap.wrap(text, _WIDTH)]
@@ -341,19 +356,24 @@ def file_of(wish: Wish, found: Draft, forecast: Forecast, name: str, today: str 
         f"infinity config show {name}": "every key, its value and where it came from",
         "docs/CONFIG.md": "the meaning of every key",
     }
+    if forecast is None:
+        del told[f"infinity plan {name}{ranks}"]
     width = max(map(len, told))
     head += ["", *(f"  {command:<{width}}  {what}" for command, what in told.items())]
     lines = [f"# {line}".rstrip() for line in head]
     return "\n".join(lines) + "\n" + render.to_toml(found.config, found.notes, only_set=True)
 
 
-def answer_lines(wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
-    """Returns plan's sentences, and how long the data take."""
-    said = sentences(forecast)
+def answer_lines(wish: Wish, found: Draft, forecast: Forecast | None) -> list[str]:
+    """Returns plan's sentences, and how long the data take; only the steps without a plan."""
+    steps = f"{found.steps:,} step{'s' * (found.steps > 1)}"
+    said = sentences(forecast) if forecast else []
     if wish.data is None:
         return [*said, "How long your data take: infinity new with --data FILE."]
+    if forecast is None:
+        many = f"{wish.data.num_records:,} {wish.data.noun}"
+        return [f"Your data, {many}: {steps}. A run of a few says how long each takes."]
     what, took = _data_in_words(wish.data, wish.passes), found.steps * forecast.step.step_s
-    steps = f"{found.steps:,} step{'s' * (found.steps > 1)}"
     return [*said, f"Your data, {what}: {steps}, {duration(took)}."]
 
 

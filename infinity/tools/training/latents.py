@@ -44,13 +44,7 @@ def load_images(sources: Sequence[DataSource], config: JobConfig) -> Any:
     """
     import datasets
 
-    found = [pair for source in sources for pair in _pairs_of(source)]
-    if not found:
-        places = ", ".join(str(source.location) for source in sources)
-        raise ConfigError(
-            f"data.paths: {places} has no images; expected files ({', '.join(sorted(_IMAGES))}) "
-            "with captions in .txt files of the same names, or records with image and caption"
-        )
+    found = captioned_images(sources)
     images, captions = _encoded(found, config, Denoising(config))
     columns = {"row": [*range(len(found))], "image": images, "caption": captions}
     return datasets.Dataset.from_dict(columns)
@@ -109,6 +103,19 @@ def _num_patches(latents: Sequence[int]) -> int:
 
 # An image, its caption, and the file that names it, for messages.
 Captioned = tuple[Image, str, str]
+
+
+def captioned_images(sources: Sequence[DataSource]) -> list[Captioned]:
+    """Returns the images of all sources. Raises ConfigError for none, and for one without a
+    caption."""
+    found = [pair for source in sources for pair in _pairs_of(source)]
+    if not found:
+        places = ", ".join(str(source.location) for source in sources)
+        raise ConfigError(
+            f"data.paths: {places} has no images; expected files ({', '.join(sorted(_IMAGES))}) "
+            "with captions in .txt files of the same names, or records with image and caption"
+        )
+    return found
 
 
 def _pairs_of(source: DataSource) -> Iterator[Captioned]:
