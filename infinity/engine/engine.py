@@ -19,8 +19,9 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ from infinity.modules.handles.originals import Originals
 from infinity.modules.handles.unmanaged_params import UnmanagedParams
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.reading.discover import HookedModule
-from infinity.modules.reading.empty_weights import Awaited
+from infinity.modules.reading.empty_weights import as_built
 from infinity.modules.tiling.layers import TiledParam
 from infinity.modules.tiling.split import tiles_of
 from infinity.observe import Counters, Track
@@ -196,15 +197,9 @@ class Engine(Closing):
         if self._versions() != self._first_versions or self.num_ranks > 1 or self.tiled_params:
             return False
         for param in self.params:
-            facts, wants_grad = param.spec.facts, param.handle.requires_grad
-            empty = torch.empty_strided(
-                facts.shape,
-                facts.stride,
-                dtype=facts.dtype,
-                device="meta",
-                requires_grad=wants_grad,
-            )
-            param.original = cast(nn.Parameter, Awaited.make(empty))
+            facts, read = param.spec.facts, partial(self.read_parameter, param.name)
+            empty = torch.empty_strided(facts.shape, facts.stride, dtype=facts.dtype, device="meta")
+            param.original = as_built(empty, param.handle.requires_grad, read)
         self.uninstall()
         self.close()
         return True

@@ -349,11 +349,20 @@ def test_a_trainer_of_an_offloaded_model_that_was_not_prepared_is_refused(tmp_pa
 def test_an_adapter_that_the_trainer_attaches_to_an_offloaded_model_has_the_plain_bits(
     make: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also with a small parameter that has its value of the constructor alone."""
     model = make_model(lora=False, tied=True)
     model.save_pretrained(tmp_path / "m")
-    plain = make(model, tmp_path / "plain", None, peft_config=LORA)
+
+    class Scaled(type(model)):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scale = torch.nn.Parameter(torch.full((3,), 0.5))
+
+    scaled = Scaled(model.config)
+    scaled.load_state_dict(model.state_dict(), strict=False)
+    plain = make(scaled, tmp_path / "plain", None, peft_config=LORA)
     plain.train()
-    model = infinity.from_pretrained(tmp_path / "m", swap(tmp_path / "swap"))
+    model = infinity.from_pretrained(tmp_path / "m", swap(tmp_path / "swap"), model_class=Scaled)
     trainer = prepare_trainer(make(model, tmp_path / "out", None, peft_config=LORA))
     trainer.train()
     assert history(trainer) == history(plain)

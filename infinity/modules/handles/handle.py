@@ -209,7 +209,8 @@ class Handle(StandIn):
                 f"{self.name_in_model!r} is on a tier and cannot be pickled or copied there: copy "
                 "or pickle the module inside `with infinity.gather(module):`. Save a model with "
                 "infinity.checkpoint.export_safetensors(model, directory); copy values alone with "
-                "copy.deepcopy(module.state_dict())"
+                "copy.deepcopy(module.state_dict()). Attach an adapter with modules_to_save before "
+                "infinity.offload, as infinity.from_pretrained(path, config, peft_config) does"
             )
         return shown
 

@@ -192,6 +192,16 @@ class Provisional(nn.Parameter):
         return detached
 
 
+def as_built(
+    empty: torch.Tensor, requires_grad: bool, read: Callable[[], torch.Tensor]
+) -> nn.Parameter:
+    """Returns a parameter as `init_empty_weights` builds it. A small one has the value that `read`
+    returns, for its constructor may be all that gives it one."""
+    if empty.nbytes > _KEPT_NBYTES:
+        return cast("nn.Parameter", Awaited(empty, requires_grad))
+    return Provisional(read(), requires_grad)
+
+
 def is_to_come(parameter: torch.Tensor) -> bool:
     """Whether the parameter still waits for its value, from a file or from the seed."""
     if isinstance(parameter, Provisional):
