@@ -218,11 +218,12 @@ def test_an_error_in_one_loop_ends_all_and_leaves_a_model_that_trains(tmp_path: 
         raise ArithmeticError("as a loss may")
 
     def waits(model: Any) -> None:
-        try:
-            while True:
+        """Tries again whatever ends a sweep, twice."""
+        while len(ended) < 3:
+            try:
                 losses_of(model, [torch.zeros(1, 4, dtype=torch.long)], is_plain=False)
-        finally:
-            ended.append("first")
+            except BaseException:
+                ended.append("first")
 
     with offloaded(model_of(names), config) as model:
         with pytest.raises(ArithmeticError, match="as a loss may"):
@@ -230,7 +231,7 @@ def test_an_error_in_one_loop_ends_all_and_leaves_a_model_that_trains(tmp_path: 
                 model, {"first": partial(waits, model), "third": partial(fails, model)}
                 | {"second": lambda: None}
             )  # fmt: skip
-        assert ended == ["first"]
+        assert ended == ["first"] * 3
         infinity.AdamW(model, lr=0.0).zero_grad()
         loops = {name: lambda: None for name in LOOPS}
         found = infinity.together(

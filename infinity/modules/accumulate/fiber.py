@@ -170,7 +170,8 @@ class Fiber:
         self._paused.set()
 
     def _wait_to_run(self) -> None:
-        self._turn.acquire()
+        if not self._is_abandoned:  # Else code that ends no thread by an exception goes on.
+            self._turn.acquire()
         if self._is_abandoned:
             raise _Abandoned
 
