@@ -66,8 +66,8 @@ def score(
 
     Sequences pass the blocks of the offloaded causal language model together, `sweep_tokens` tokens
     at a time (None: 32,768, or 131,072 on a device with memory of its own), so each weight is read
-    once a sweep. Hidden states of one sweep are in the memory of the device. The model is in eval
-    mode meanwhile, without gradients. What is yielded first comes after the first sweep.
+    once a sweep. Hidden states of one sweep are in the memory of the device. A sweep runs in eval
+    mode, without gradients. What is yielded first comes after the first sweep.
 
     sequences: at least two token ids each, all below the vocabulary
     top_k: as many of the likeliest tokens at each place
@@ -89,14 +89,16 @@ def in_sweeps(
     sweep_tokens: int | None,
 ) -> Iterator[list[T]]:
     """Calls a function with each sequence, in eval mode and without gradients; yields the results
-    of each sweep when it is over."""
-    was_training = model.training
-    model.eval()
-    try:
-        for start, end in sweeps([len(ids) for ids in sequences], sweep_tokens, model):
-            yield together(model, call, sequences[start:end])
-    finally:
-        model.train(was_training)
+    of each sweep when it is over, and the modes of all modules are as before."""
+    for start, end in sweeps([len(ids) for ids in sequences], sweep_tokens, model):
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            found = together(model, call, sequences[start:end])
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        yield found
 
 
 def together(model: nn.Module, call: Callable[[Batch], T], batches: Sequence[Batch]) -> list[T]:
