@@ -29,6 +29,7 @@ from infinity.errors import ConfigError, StorageError
 from infinity.tools import logprobs
 from infinity.tools.scoring import program
 from infinity.tools.scoring.program import Request
+from infinity.tools.scoring.sequences import read_sequences
 from infinity.tools.training.tokenizers import open_tokenizer
 from tests.parity.zoo import ZOO
 from tests.support.file_systems import failing
@@ -391,3 +392,13 @@ def test_a_row_holds_no_number_that_json_lacks(request_of: Request, tmp_path: Pa
     overflowed, unknown = rows_of(request_of.output)
     assert overflowed["perplexity"] is None and overflowed["mean_logprob"] == -800
     assert unknown["logprobs"] == [None, None] and unknown["sum_logprob"] is None
+
+
+def test_a_model_without_a_tokenizer_reads_bytes_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    file = tmp_path / "chat.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "ab"}]}\n')
+    (found,) = read_sequences([file], tmp_path, 256, None)
+    assert bytes(found.ids) == b"<|im_start|>user\nab<|im_end|>\n" and "is bytes" in caplog.text

@@ -51,6 +51,7 @@ from infinity.tools.training.adapter import num_labels_of
 from infinity.tools.training.base_identity import BaseIdentity, identify, sha256_of
 from infinity.tools.training.output import locked, unlock
 from infinity.tools.training.report import finite
+from infinity.tools.training.settle import tokenizer_of
 from infinity.tools.training.tokenizers import open_tokenizer
 
 _ROWS_AT_ONCE = 256
@@ -308,7 +309,7 @@ def _open(request: Request, directory: Path, config: SwapConfig, num_labels: int
     if num_labels is not None:
         options = {"model_class": AutoModelForSequenceClassification, "num_labels": num_labels}
     if num_labels is not None and request.adapter is not None:
-        fast = open_tokenizer(directory).for_records()  # As in training.
+        fast = open_tokenizer(tokenizer_of(directory).value).for_records()  # As in training.
         ids = (fast.pad_token_id, fast.eos_token_id)
         options["pad_token_id"] = next((token for token in ids if token is not None), None)
     model = from_pretrained(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from infinity.errors import ConfigError
 from infinity.tools.training.chat import CHATML, encode_chats, num_shared
 from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
 from infinity.tools.training.records import NOT_LEARNED, has_messages, kind_of_columns, load_records
-from infinity.tools.training.settle import settle
+from infinity.tools.training.settle import settle, tokenizer_of
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer, refuse_other
+
+_log = logging.getLogger("infinity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,10 @@ def read_sequences(
     if [path.suffix for path in paths] == [".toml"]:
         found = _of_run(paths[0], directory)
     else:
-        tokenizer = open_tokenizer(directory)
+        choice = tokenizer_of(directory)
+        if choice.value == "bytes":
+            _log.warning("%s", choice)
+        tokenizer = open_tokenizer(choice.value)
         texts, records = collect_files([DataSource.model_validate(str(path)) for path in paths])
         if texts:
             found = list(_of_texts(texts, tokenizer, max_length))
