@@ -22,7 +22,6 @@ from .work import NVME, Case, Run, assert_same_run, train
 
 FIRST_EARLY = 3  # Ranks between devices have a log, the others expect what comes.
 ON_DRIVES = Case(3, NVME, steps=5, compute="bfloat16", capacity="192MiB")
-BESIDE = replace(ON_DRIVES, placement={}, simulated=True)
 LAYER_MAJOR = replace(ON_DRIVES, layer_major=True, accumulation=2)
 TILES = replace(ON_DRIVES, model="wide", tile=256 << 10)  # Three of each linear layer.
 EIGHT_BITS = replace(ON_DRIVES, model="wide", moments="8bit")  # Wide: a block has several granules.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .processes import run_ranks
 from .test_deferred import train_and_count
-from .work import NVME, Case, assert_same_run, expected, train_all
+from .work import NVME, Case, assert_same_run, expected
 
 COUNT = 8
 NUM_TRAINABLE_UNITS = 4  # Of `Blocks`.
@@ -26,15 +24,3 @@ def test_eight_ranks_have_the_bits_of_plain_torch() -> None:
         num_updates, num_in_stage_1 = (num_updates for _, num_updates in runs)
         assert 0 < num_updates < NUM_TRAINABLE_UNITS * SHARDED.steps, rank
         assert num_in_stage_1 == 0, "stage 1 updates inside the step"
-
-
-def test_eight_ranks_that_see_one_batch_have_the_bits_of_one_rank() -> None:
-    """An eighth of a gradient is exact, and so is each doubling up to the root of the tree."""
-    cases = [
-        replace(case, is_shared=True, skips=False, lazy_ranks=(), steps=2)
-        for case in (SHARDED, REPLICATED)
-    ]
-    [alone] = run_ranks(1, train_all, cases)
-    for runs in run_ranks(COUNT, train_all, cases):
-        for case, found, wanted in zip(cases, runs, alone, strict=True):
-            assert_same_run(found, wanted, str(case))

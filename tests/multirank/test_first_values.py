@@ -35,7 +35,7 @@ def _be_late(rank: int) -> None:
     write = DistributedStore._write_part
 
     def late(*arguments: Any) -> None:
-        time.sleep(0.2)
+        time.sleep(0.05)
         write(*arguments)
 
     if rank == LATE:

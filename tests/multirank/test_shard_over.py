@@ -226,6 +226,3 @@ def test_nodes_of_unequal_numbers_and_stages_that_keep_all_weights_are_refused()
     assert divides_over_node(over_node, [(0, 1), (2, 3)])
     assert not divides_over_node(over_node, [(0, 1, 2, 3)]), "one node"
     assert not divides_over_node(Distributed(), [(0, 1), (2, 3)])
-
-
-TIERS: dict[str, Any] = {"tiers": {"host": {"capacity": "64MiB"}}}
