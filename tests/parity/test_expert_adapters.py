@@ -58,8 +58,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
 # --- with PEFT's own computation --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "implementation"), in_turn(MODELS, IMPLEMENTATIONS))
 def test_factors_agree_with_the_sum_to_rounding(
     name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,8 +79,7 @@ def test_factors_agree_with_the_sum_to_rounding(
     assert all(p.grad is None for p in factored.parameters() if not p.requires_grad)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "implementation"), in_turn(MODELS, IMPLEMENTATIONS))
 def test_a_new_adapter_has_the_bits_of_the_sum(name: str, implementation: str) -> None:
     """A new lora_B is zero. Then lora_A has a gradient of zero, and lora_B the same one."""
     merged = adapted(name, implementation, init_lora_weights=True)

@@ -105,12 +105,12 @@ def check(name: str, seeds: tuple[int, ...], directory: Path, *, is_exact: bool)
 OF_THE_ZOO = [name for name in EXACT if name in ZOO]
 
 
-@pytest.mark.parametrize("name", sampled(OF_THE_ZOO, lambda name: OF_THE_ZOO.index(name) % 2 == 0))
+@pytest.mark.parametrize("name", sampled(OF_THE_ZOO, OF_THE_ZOO[::2].__contains__))
 def test_gradients_are_those_of_plain_accumulation(name: str, swap_directory: Path) -> None:
     check(name, SEEDS, swap_directory, is_exact=True)
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", sampled(ROUNDED, ROUNDED[::2].__contains__))
 def test_sums_of_several_uses_differ_by_their_order_alone(name: str, swap_directory: Path) -> None:
     check(name, SEEDS, swap_directory, is_exact=False)
 

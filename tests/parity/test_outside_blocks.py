@@ -107,7 +107,6 @@ def steps_in_order(kind: type[Model], count: int) -> list[torch.Tensor]:
 
 
 BLOCK_NBYTES = 4 * sum(parameter.numel() for parameter in Model().blocks[0].parameters())
-HEAD_NBYTES = OUTSIDE_NBYTES // 2
 
 
 @pytest.mark.parametrize("has_space", [True, False])
