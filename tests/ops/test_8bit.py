@@ -26,25 +26,18 @@ from infinity.ops.optimizers import reference_update_, step_, update_
 from infinity.ops.rules import AdamWSettings, LionSettings, SGDSettings
 from infinity.ops.span import StateSpan
 from tests.ops.state import (
-    adams,
     adamws,
     assert_same_bits,
     bits,
     clone,
-    lions,
     make_span,
     random_fp32,
-    sgds,
     to_8bit,
 )
 
 ADAMW = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
 SIGNED, SQUARES = dynamic_map(True), dynamic_map(False)
-numels = st.one_of(
-    st.integers(0, 40), st.integers(200, 330), st.sampled_from([255, 256, 257, 1003, 4096])
-)
 seeds = st.integers(0, 1 << 20)
-all_settings = st.one_of(adamws, adams, sgds, lions)
 both_maps = pytest.mark.parametrize("used", [SIGNED, SQUARES], ids=["signed", "squares"])
 
 # A step that leaves its one state as it is: codes are decoded and encoded, nothing else.

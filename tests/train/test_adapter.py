@@ -213,22 +213,6 @@ def test_another_adapter_is_no_continuation(tmp_path, table) -> None:
         run(table, resume=True)
 
 
-def test_training_continues_from_a_saved_adapter(tmp_path, table) -> None:
-    """Its values, and the other keys from its adapter_config.json."""
-    save_base(tmp_path / "base")
-    table["train"]["steps"] = 2
-    run(table)
-    first = load_file(tmp_path / "output" / "adapter_model.safetensors")
-    table["adapter"] = {"resume": str(tmp_path / "output")}
-    table["output"] = {"directory": str(tmp_path / "second")}
-    table["optimizer"]["lr"] = 0.0
-    run(table)
-    second = load_file(tmp_path / "second" / "adapter_model.safetensors")
-    assert_same(first, second, is_ordered=False)
-    described = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
-    assert (described["r"], described["lora_alpha"]) == (4, 8)
-
-
 def test_an_adapter_of_another_base_of_equal_shapes_is_refused_unless_any_will_do(
     tmp_path, table
 ) -> None:
@@ -406,7 +390,7 @@ def test_tiles_that_a_codec_cannot_cut_are_copied_with_a_line(
 ) -> None:
     model = tiny_causal_lm("llama", vocab_size=256, max_position_embeddings=128)
     write_quantized(model, tmp_path / "base", "awq")
-    table["schedule"] = {"tile": "64KiB"}
+    table["schedule"], table["train"]["steps"] = {"tile": "64KiB"}, 1
     with caplog.at_level("INFO", logger="infinity"):
         run(table)
     assert "cannot be cut into tiles in place and are copied" in caplog.text

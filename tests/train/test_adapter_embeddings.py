@@ -42,7 +42,7 @@ def save(tmp_path: Path, *, tied: bool = False, **options: Any) -> Path:
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**shape, num_hidden_layers=2))
     model.save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **options)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=12, **options)
     model = peft.get_peft_model(model, lora)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,6 +78,8 @@ def test_a_saved_adapter_goes_on_with_the_bits_of_peft_though_interrupted(
     ours, theirs = load_file(tmp_path / "output" / WEIGHTS), values_of(expected)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    described = json.loads((tmp_path / "output" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (4, 12), "those of the saved adapter"
 
 
 def test_a_new_adapter_of_the_embedding_is_that_of_peft(tmp_path, table) -> None:

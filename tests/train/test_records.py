@@ -261,24 +261,6 @@ def test_an_empty_file_does_not_hide_a_broken_one(tmp_path, name, broken, said) 
     assert "is empty" not in str(caught.value) and empty.name not in str(caught.value)
 
 
-def test_a_run_over_sharegpt_is_the_run_over_the_same_messages(tmp_path, table) -> None:
-    names = {"user": "human", "assistant": "gpt"}
-    turns = [
-        {
-            "conversations": [
-                {"from": names[m["role"]], "value": m["content"]} for m in c["messages"]
-            ]
-        }
-        for c in CHAT
-    ]
-    table["train"]["steps"] = 2
-    run(table)
-    expected = metrics(table)
-    table["data"]["paths"] = [str(write(tmp_path / "sharegpt.jsonl", turns))]
-    run(table)
-    assert metrics(table) == expected
-
-
 def test_only_what_completes_a_prompt_is_learned(tmp_path, table) -> None:
     write(tmp_path / "data.jsonl", COMPLETIONS)
     rows, _ = rows_of(table)
@@ -317,10 +299,6 @@ def test_what_is_no_conversation_is_refused_by_its_place(tmp_path, table, line, 
     with pytest.raises(ConfigError, match=said):
         run(table)
     assert not (tmp_path / "swap").exists()
-
-
-def change(**keys: Any) -> dict[str, Any]:
-    return keys
 
 
 @pytest.mark.parametrize(
