@@ -68,11 +68,9 @@ def planned_model(
             config, directory.shape, directory.stored, is_frozen=is_scored, has_images=has_images
         )
         return model, drives
-    if name is not None:
-        shape = load_shape(name, *_head_of(config, is_scored=is_scored))
-        return model_for(config, shape, is_frozen=is_scored), drives
-    if params is not None:
-        shape = scaled_gpt(parse_count(params))
+    if name is not None or params is not None:
+        head = _head_of(config, is_scored=is_scored)
+        shape = load_shape(name, *head) if name else scaled_gpt(parse_count(params or ""))
         return model_for(config, shape, is_frozen=is_scored), drives
     job = JobConfig.of(config)
     require_transformers("infinity plan of a file's [model]")

@@ -290,14 +290,10 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     total, count = map(sum, zip(*output.sums, strict=True))
     mean = total / count if count else math.nan
     return Total(
-        num_records=len(sequences),
-        num_tokens=num_tokens,
-        mean_logprob=mean,
-        perplexity=_perplexity(mean),
-        seconds=time.perf_counter() - begun_s,
-        read_nbytes=read_nbytes,
-        resumed_at=resumed_at,
-    )
+        num_records=len(sequences), num_tokens=num_tokens, mean_logprob=mean,
+        perplexity=_perplexity(mean), seconds=time.perf_counter() - begun_s,
+        read_nbytes=read_nbytes, resumed_at=resumed_at,
+    )  # fmt: skip
 
 
 def _open(request: Request, directory: Path, config: SwapConfig, num_labels: int | None) -> Any:

@@ -164,25 +164,13 @@ def _prepare(
     if tokenizer is not None:
         refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
     return Job(
-        plan=plan,
-        tokenizer=tokenizer,
-        data=data,
-        num_tokens=num_tokens,
-        tokens_sha256=sha256,
+        plan=plan, tokenizer=tokenizer, data=data, model=model, reference=reference,
+        num_tokens=num_tokens, tokens_sha256=sha256, others=_others(trainer, config),
         base=None if plan.weights is None else asdict(identify(plan.weights)),
-        others=_others(trainer, config),
-        trainer=trainer,
-        num_steps=trainer.count_steps(),
+        trainer=trainer, num_steps=trainer.count_steps(), prompt_ids=prompt_ids, output=output,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        model=model,
-        reference=reference,
-        prompt_ids=prompt_ids,
-        output=output,
-        resume=resume,
-        rank=rank,
-        sampler=sampler,
-        started_s=started_s,
-    )
+        resume=resume, rank=rank, sampler=sampler, started_s=started_s,
+    )  # fmt: skip
 
 
 def _measured(trainer: Any, config: JobConfig, data: JobData) -> tuple[int, int, str]:
