@@ -92,6 +92,7 @@ def obstacles_of(
 ) -> list[str]:
     """Returns the reasons why a batch does not fit, for a reader."""
     found = _said_of_kept(config, model, machine, batch)
+    found += _said_of_block(config, model, machine, batch)
     on_host, working = saved.get("host", 0), budgets.working_nbytes
     has_to_work = f"of the host, which has {format_nbytes(working)} to work in"
     if on_host > working and not machine.shares_host_memory:
@@ -132,6 +133,29 @@ def _said_of_kept(
         f"{format_nbytes(kept_nbytes)} a device, and {format_nbytes(max(free_nbytes, 0))} are "
         "free: this batch does not fit; make the micro-batch smaller, or set "
         "schedule.micro_batch with placement.activations on host or nvme"
+    ]
+
+
+def _said_of_block(
+    config: SwapConfig, model: PlannedModel, hardware: Hardware, batch: Batch
+) -> list[str]:
+    """The least that the backward of a block holds: for a token, the inputs and outputs of its
+    products, which are as many as its weights by the width."""
+    if hardware.device.memory is None or not batch.has_backward:
+        return []
+    num_tokens: float = batch.num_tokens / hardware.device.count
+    if config.schedule.micro_batch is not None:
+        num_tokens = min(num_tokens, config.schedule.micro_batch * batch.sequence_length)
+    blocks = (hooked for hooked in model.hooked_modules if hooked.attention_width)
+    params = max((hooked.frozen_params + hooked.trained_params for hooked in blocks), default=0)
+    nbytes = num_tokens * params / model.checkpoint_width * _CHECKPOINT_ITEM_NBYTES
+    free_nbytes = max(activations_nbytes(config, hardware, batch), 0)
+    if nbytes <= free_nbytes:
+        return []
+    return [
+        f"the activations of one block take {format_nbytes(nbytes)} or more for a micro-batch, and "
+        f"{format_nbytes(free_nbytes)} are free on a device: this batch does not fit; make the "
+        "micro-batch, its sequences or tiers.device.capacity smaller"
     ]
 
 

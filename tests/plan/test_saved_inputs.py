@@ -147,6 +147,17 @@ def test_where_the_device_is_the_host_inputs_stay(tmp_path: Path) -> None:
     assert found.step.moved_nbytes == plain.step.moved_nbytes
 
 
+@pytest.mark.parametrize(("length", "fits"), [(1 << 20, True), (1 << 23, False)])
+def test_one_block_of_a_micro_batch_has_to_fit_the_device(
+    length: int, fits: bool, tmp_path: Path
+) -> None:
+    """A token has 1,664 values there: 3.5 or 28 GB of 16 GiB."""
+    settings = SwapConfig.load(table_of(tmp_path, 6 * MIB, "nvme"))
+    model = model_of_module(build(), settings, SHAPE)
+    said = forecast(settings, model, MACHINE, Batch(length, length)).obstacles
+    assert any("activations of one block" in text for text in said) is not fits
+
+
 def replace_device(**changes: Any) -> Any:
     return MACHINE.model_copy(update={"device": MACHINE.device.model_copy(update=changes)})
 
