@@ -18,10 +18,9 @@ from infinity.bounded import (
     text_of,
 )
 from infinity.codecs.affine import AffineGroups
-from infinity.codecs.found import FoundTensors, Scheme
+from infinity.codecs.found import FoundTensors, Scheme, no_codec
 from infinity.codecs.part import ITEM_NBYTES, Shape, StoredPart
 from infinity.codecs.tables import STATE_SUFFIX, TableBlocks
-from infinity.errors import ConfigError
 
 _KINDS = ("nf4", "fp4")
 _STATE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -44,11 +43,7 @@ def bitsandbytes_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
     if quantization.get("load_in_8bit", quantization.get("_load_in_8bit")):
         kind = "8 bits"
     if kind not in (*_KINDS, "8 bits"):
-        raise ConfigError(
-            f"{where}: its weights are quantized by bitsandbytes as {kind!r}; a codec exists "
-            "for 'nf4', 'fp4' and 8 bits. Use such a checkpoint, or the bfloat16 one of the "
-            "model"
-        )
+        raise no_codec(where, f"bitsandbytes as {kind!r}", "'nf4', 'fp4' and 8 bits")
     return _find
 
 

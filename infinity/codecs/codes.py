@@ -12,7 +12,7 @@ from infinity.codecs import native
 from infinity.codecs.packing import WORD_BITS, unpacked
 from infinity.codecs.part import flat_bytes, typed
 from infinity.codecs.records import IQ4_VALUES, without_record
-from infinity.codecs.rounding import FLOAT_DTYPES, scales_to_fp32
+from infinity.codecs.rounding import FLOAT_DTYPES, scales_to_fp32, store
 from infinity.fused.decode import CodeLayout
 
 # By code of E2M1: sign, two bits of exponent, one of mantissa.
@@ -25,6 +25,12 @@ def decode_natively(
     layout: CodeLayout, parts: Sequence[torch.Tensor], out: torch.Tensor, offset: float
 ) -> None:
     """Fills `out` by the native kernels. `offset`: is added to scales that were nested."""
+    product = FLOAT_DTYPES[layout.product]
+    if layout.values == "E4M3" and product not in (torch.float32, out.dtype):
+        rounded = torch.empty(out.shape, dtype=product)  # The kernel of FP8 rounds once.
+        decode_natively(layout, parts, rounded, offset)
+        store(rounded, out)
+        return
     named = dict(zip(layout.part_names, parts, strict=True))
     values: Sequence[float] = _VALUES.get(layout.values, ())
     if layout.values == "INT" and layout.has_pairs and isinstance(layout.zeros, int):

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import torch
 
 from infinity.codecs.affine import AffineGroups
-from infinity.codecs.floating import PER_ROW, PER_TENSOR, add_fp4, add_fp8
-from infinity.codecs.floats import MX_BLOCK
-from infinity.codecs.found import FoundTensors
+from infinity.codecs.floating import MXFP8, PER_ROW, PER_TENSOR, add_fp4, add_fp8
+from infinity.codecs.found import FoundTensors, no_codec
 from infinity.codecs.grouped import check_order
 from infinity.codecs.packing import WORD_BITS, packed_shape
 from infinity.errors import ConfigError
@@ -81,7 +80,7 @@ class CompressedScheme:
         group = self._groups[0]
         if group.kind == "fp8":
             rows, columns = group.block
-            return f"fp8-{rows}x{columns}-{'u8' if group.block == (1, MX_BLOCK) else 'bf16'}"
+            return f"fp8-{rows}x{columns}-{'u8' if group.block == MXFP8 else 'bf16'}"
         if group.kind in ("mxfp4", "nvfp4"):
             return group.kind
         return f"int{group.bits}-g{group.size or -1}{'' if group.is_symmetric else '-zeros'}"
@@ -147,7 +146,8 @@ class CompressedScheme:
     def _add_fp8(self, found: FoundTensors, name: str) -> None:
         _scale_of(found, name, ("BF16", "F16", "F32", "U8", "F8_E8M0"))
         blocks = [group.block for group in self._groups if group.kind == "fp8"]
-        add_fp8(found, name, f"{name}_scale", [*dict.fromkeys(blocks), *blocks[:1]])
+        blocks = [*dict.fromkeys(blocks), *blocks[:1]]
+        add_fp8(found, name, f"{name}_scale", blocks, is_rounded=True)
 
 
 def _columns_of(found: FoundTensors, name: str, packed: int, bits: int, layout: Codes) -> int:
@@ -225,7 +225,4 @@ def _fp8_block(strategy: Any, structure: Any, size: Any) -> tuple[int, int] | No
 
 
 def _unknown(where: str, name: str, told: str) -> ConfigError:
-    return ConfigError(
-        f"{where}: {name} of compressed-tensors has {told}; codecs exist for {KNOWN_FORMATS}. Use "
-        "such a checkpoint, or the bfloat16 one of the model"
-    )
+    return no_codec(where, f"{name} of compressed-tensors with {told}", KNOWN_FORMATS)

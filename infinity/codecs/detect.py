@@ -17,6 +17,8 @@ from typing import Any
 from infinity.codecs.bitsandbytes import bitsandbytes_scheme
 from infinity.codecs.compressed import CompressedScheme
 from infinity.codecs.floating import (
+    MXFP8,
+    FloatScheme,
     fbgemm_scheme,
     find_mxfp4,
     fp8_scheme,
@@ -118,6 +120,7 @@ def _refuse_untold_codes(found: FoundTensors) -> None:
 
 _SCHEMES: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "fp8": fp8_scheme,
+    "mxfp8": lambda *_: FloatScheme((MXFP8,)),
     "fbgemm_fp8": fbgemm_scheme,
     "modelopt": modelopt_scheme,
     "modelopt_fp4": modelopt_scheme,
@@ -141,16 +144,19 @@ def scheme_of(
     """Returns the scheme of a table. Raises ConfigError for one that no codec knows, with the first
     of the tensors that is not stored as numbers."""
     method = method_of(quantization)
-    scheme = _SCHEMES.get(str(method))
-    if scheme is not None:
-        return scheme(quantization, where)
-    codes = ((name, dtype) for name, (dtype, _) in (headers or {}).items() if dtype not in _WIDE)
-    seen = next((f" ({name!r} is {dtype})" for name, dtype in codes), "")
-    raise ConfigError(
-        f"{where}: its weights are quantized with quant_method={method!r}{seen}; codecs exist for "
-        f"{', '.join(_SCHEMES)}. Use a checkpoint in one of those, or the bfloat16 one of the "
-        "model, of which `infinity quantize` makes a smaller one"
-    )
+    try:
+        if str(method) in _SCHEMES:
+            return _SCHEMES[str(method)](quantization, where)
+        raise ConfigError(
+            f"{where}: its weights are quantized with quant_method={method!r}; codecs exist for "
+            f"{', '.join(_SCHEMES)}. Use a checkpoint in one of those, or the bfloat16 one of the "
+            "model, of which `infinity quantize` makes a smaller one"
+        )
+    except ConfigError as error:
+        for name, (dtype, _) in (headers or {}).items():
+            if dtype not in _WIDE:
+                raise ConfigError(f"{error}. The first such tensor is {name!r} ({dtype})") from None
+        raise
 
 
 def method_of(quantization: Mapping[str, Any]) -> str | None:

@@ -15,25 +15,24 @@ from typing import Any
 from infinity.bounded import MalformedError, integer, list_of
 from infinity.codecs.affine import AffineGroups
 from infinity.codecs.floats import MX_BLOCK, NVFP4_BLOCK, FloatBlocks, mxfp4, nvfp4
-from infinity.codecs.found import FoundTensors
+from infinity.codecs.found import FoundTensors, no_codec
 from infinity.codecs.part import Shape, StoredPart
 from infinity.codecs.rounding import FLOAT_DTYPES
 from infinity.errors import ConfigError
 
 Block = tuple[int, int]  # See `FloatBlocks.block`.
 
-PER_TENSOR, PER_ROW, PER_COLUMN = (0, 0), (1, 0), (0, 1)
-_MODELOPT_BLOCKS = (PER_TENSOR, PER_ROW, (128, 128), (1, MX_BLOCK))
+PER_TENSOR, PER_ROW, PER_COLUMN, MXFP8 = (0, 0), (1, 0), (0, 1), (1, MX_BLOCK)
+_MODELOPT_BLOCKS = (PER_TENSOR, PER_ROW, (128, 128), MXFP8)
 _MODELOPT_ALGORITHMS = (
-    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "NVFP4_AWQ",
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "MXFP4", "NVFP4", "NVFP4_AWQ",
     "W4A16_NVFP4", "W4A16_MXFP4", "W4A8_MXFP4_FP8", "W4A8_NVFP4_FP8", "MIXED_PRECISION",
 )  # fmt: skip
 _FP8_SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _POWERS = ("F8_E8M0", "U8")
 _INT4_OF_QUARK = {"int4": "QUARK_SIGNED", "uint4": "QUARK"}  # The layouts of its dtypes.
 _LEFTOVERS = (
-    "_scale_inv", "_weight_scale", ".weight_scale", ".weight_scale_2", ".qscale_weight",
-    ".pre_quant_scale",
+    "_scale_inv", ".weight_scale", ".weight_scale_2", ".qscale_weight", ".pre_quant_scale",
 )  # fmt: skip
 
 
@@ -60,10 +59,15 @@ class FloatScheme:
         for group in self._groups.values():
             return f"quark-int4-g{group}"
         rows, columns = self._blocks[0]
-        return f"fp8-{rows}x{columns}"
+        return f"fp8-{rows}x{columns}{'-u8' * (self._blocks[0] == MXFP8)}"
 
     def __call__(self, found: FoundTensors) -> None:
         """Finds the weights; see `Scheme`."""
+        for scale in found.unused("_weight_scale"):
+            raise found.error(
+                f"{scale!r} is of experts that modelopt has packed into one tensor, which no codec "
+                "reads; use a checkpoint with a matrix for each expert, or the bfloat16 one"
+            )
         for layout, group in self._groups.items():
             for name in found.unused(".weight"):
                 dtype, scales = found.headers[name][0], found.headers.get(f"{name}_scale", ("",))
@@ -96,15 +100,19 @@ def _scale_of(found: FoundTensors, name: str) -> str | None:
     return next((scale for scale in names if scale in found.headers), None)
 
 
-def add_fp8(found: FoundTensors, name: str, scale: str, blocks: Sequence[Block]) -> None:
-    """Adds FP8 codes with the first of the blocks that has as many scales.
+def add_fp8(
+    found: FoundTensors, name: str, scale: str, blocks: Sequence[Block], *, is_rounded: bool = False
+) -> None:
+    """Adds FP8 codes with the first of the blocks that has as many scales. `is_rounded`: products
+    have the dtype of the scales.
 
     Dimensions of length 1 may be stored or left out. Raises ConfigError if no block fits.
     """
     shape, (dtype, stored) = found.matrix(name), found.headers[scale]
     if dtype not in _FP8_SCALES:
         raise found.error(f"{scale!r} is {dtype}; expected scales of {', '.join(_FP8_SCALES)}")
-    codecs = [FloatBlocks(block, dtype) for block in blocks]
+    product = dtype if is_rounded and dtype in FLOAT_DTYPES else "F32"
+    codecs = [FloatBlocks(block, dtype, product=product) for block in blocks]
     grids = [found.parts(name, codec, shape)[1].shape for codec in codecs]
     fits = [stored == grid for grid in grids]
     if not any(fits):
@@ -130,7 +138,10 @@ def add_fp4(
     (stored, _), (dtype, _) = found.headers[codes], found.headers.get(scale, ("", ()))
     shape = found.matrix(codes)
     if dtype == "F8_E4M3":
-        codec, names = nvfp4("OVER" if is_divided else "TIMES"), [codes, scale, global_scale]
+        is_wide = not is_divided and NVFP4_BLOCK * found.matrix(scale)[-1] == shape[-1]
+        block = MX_BLOCK if is_wide else NVFP4_BLOCK
+        codec = nvfp4("OVER" if is_divided else "TIMES", block)
+        names = [codes, scale, global_scale]
     else:
         codec, names = mxfp4(), [codes, scale]
     logical = (*shape[:-1], 2 * shape[-1])
@@ -185,15 +196,12 @@ def modelopt_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
     tables = [quantization, *(layers.values() if isinstance(layers, Mapping) else ())]
     for table in tables:
         algorithm = table.get("quant_algo") if isinstance(table, Mapping) else table
-        if algorithm not in (*_MODELOPT_ALGORITHMS, None):
-            raise ConfigError(
-                f"{where}: its weights are quantized by modelopt as {algorithm!r}; codecs exist "
-                f"for {', '.join(_MODELOPT_ALGORITHMS)}. Use such a checkpoint, or the bfloat16 "
-                "one of the model"
-            )
+        if algorithm is not None and str(algorithm).upper() not in _MODELOPT_ALGORITHMS:
+            raise no_codec(where, f"modelopt as {algorithm!r}", ", ".join(_MODELOPT_ALGORITHMS))
     size = quantization.get("group_size")
-    if "NVFP4" in str(quantization.get("quant_algo")) and size not in (None, NVFP4_BLOCK):
-        raise ConfigError(f"{where}: expected NVFP4 in groups of {NVFP4_BLOCK}, got {size!r}")
+    sizes = NVFP4_BLOCK, MX_BLOCK
+    if "NVFP4" in str(quantization.get("quant_algo")) and size not in (None, *sizes):
+        raise ConfigError(f"{where}: expected NVFP4 in groups of 16 or 32, got {size!r}")
     return FloatScheme(_MODELOPT_BLOCKS)
 
 
@@ -207,21 +215,26 @@ def quark_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
         for spec in weight if isinstance(weight, list) else [weight]:
             told = spec if isinstance(spec, Mapping) else {}
             dtype, scheme, size = (told.get(key) for key in ("dtype", "qscheme", "group_size"))
+            if told.get("scale_format") == "e5m3":  # Bytes, as powers of two are.
+                dtype = f"{dtype} with scales in e5m3"
             if dtype in _INT4_OF_QUARK and scheme == "per_group" and isinstance(size, int):
                 groups[_INT4_OF_QUARK[dtype]] = size
             elif dtype not in (None, "fp8_e4m3", "fp4", "mxfp4"):
-                raise ConfigError(
-                    f"{where}: its weights are quantized by quark as {dtype!r} ({scheme}); codecs "
-                    "exist for fp8_e4m3, fp4 (MXFP4), and int4 and uint4 per_group. Use such a "
-                    "checkpoint, or the bfloat16 one of the model"
-                )
+                known = "fp8_e4m3, fp4 (MXFP4), and int4 and uint4 per_group"
+                raise no_codec(where, f"quark as {dtype!r} ({scheme})", known)
+    algorithms = quantization.get("algo_config") or ()
+    for algorithm in [algorithms] if isinstance(algorithms, Mapping) else algorithms:
+        online = {"r4", "online_r1_rotation"} & {key for key, value in algorithm.items() if value}
+        if online:
+            raise ConfigError(
+                f"{where}: quark has rotated its weights ({', '.join(sorted(online))}), which a "
+                "model undoes as it computes, and transformers' does not; use a checkpoint without"
+            )
     export = quantization.get("export")
     order = export.get("pack_method", "reorder") if isinstance(export, Mapping) else "reorder"
     if groups and (order != "reorder" or len(groups) > 1 or min(groups.values()) < 1):
-        raise ConfigError(
-            f"{where}: its weights are packed by quark with pack_method={order!r}, {groups}; a "
-            "codec exists for one kind of INT4 with pack_method='reorder'"
-        )
+        told = f"quark with pack_method={order!r}, {groups}"
+        raise no_codec(where, told, "one kind of INT4 with pack_method='reorder'")
     return FloatScheme((PER_TENSOR, PER_ROW), groups)
 
 

@@ -44,10 +44,10 @@ class FloatBlocks(FusedCodec):
     element: E4M3, a byte each, or E2M1, two in a byte, the first one in its low half
     is_transposed: the stored matrix is the transpose of the weight (E2M1 of gpt-oss)
     global_scale: what an F32 scale of each matrix does: TIMES or OVER scales, "" without one
+    product: the dtype of fp32(code) * fp32(scale), which is then rounded to that of the output
 
-    The value is fp32(code) * fp32(scale), rounded to fp32, then to the dtype of the output. With a
-    global scale, which only E2M1 has, the scale is rounded to fp32 after that operation. Leading
-    dimensions are matrices of their own.
+    With a global scale, which only E2M1 has, the scale is rounded to fp32 after that operation.
+    Leading dimensions are matrices of their own.
     """
 
     block: tuple[int, int] = (128, 128)
@@ -55,6 +55,7 @@ class FloatBlocks(FusedCodec):
     element: str = "E4M3"
     is_transposed: bool = False
     global_scale: str = ""
+    product: str = "F32"
 
     @property
     @override
@@ -68,7 +69,7 @@ class FloatBlocks(FusedCodec):
     @property
     @override
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16
+        return torch.float16 if self.product == "F16" else torch.bfloat16
 
     @override
     def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
@@ -110,8 +111,9 @@ class FloatBlocks(FusedCodec):
         is_byte = self.element == "E4M3"
         return CodeLayout(
             stored, self.element, "F8_E8M0" if self.scale in _POWERS else self.scale,
-            self._block(stored), packing="BYTES" if is_byte else "ROWS", bits=8 if is_byte else 4,
-            is_transposed=self.is_transposed, global_scale=self.global_scale,
+            self._block(stored), self.product, packing="BYTES" if is_byte else "ROWS",
+            bits=8 if is_byte else 4, is_transposed=self.is_transposed,
+            global_scale=self.global_scale,
         )  # fmt: skip
 
     @property
@@ -188,9 +190,10 @@ def mxfp4(is_transposed: bool = False) -> FloatBlocks:
     return FloatBlocks((1, MX_BLOCK), "U8", "E2M1", is_transposed)
 
 
-def nvfp4(global_scale: str = "OVER") -> FloatBlocks:
+def nvfp4(global_scale: str = "OVER", block: int = NVFP4_BLOCK) -> FloatBlocks:
     """Returns NVFP4 as compressed-tensors stores it (OVER), or as modelopt does (TIMES)."""
-    return FloatBlocks((1, NVFP4_BLOCK), "F8_E4M3", "E2M1", global_scale=global_scale)
+    product = "BF16" if global_scale == "OVER" else "F32"
+    return FloatBlocks((1, block), "F8_E4M3", "E2M1", global_scale=global_scale, product=product)
 
 
 def _e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:

@@ -170,5 +170,13 @@ class FoundTensors:
         return ConfigError(f"{self.where}: {text}")
 
 
+def no_codec(where: str, told: str, known: str) -> ConfigError:
+    """Returns the error of a format without a codec: `told` is the writer, and what it says."""
+    return ConfigError(
+        f"{where}: its weights are quantized by {told}; a codec exists for {known}. Use such a "
+        "checkpoint, or the bfloat16 one of the model"
+    )
+
+
 # Adds every quantised tensor of one kind of checkpoint. Raises ConfigError as `logical_tensors`.
 Scheme = Callable[[FoundTensors], None]

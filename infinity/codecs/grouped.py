@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from infinity.codecs.affine import AffineGroups, ggml
-from infinity.codecs.found import FoundTensors
+from infinity.codecs.found import FoundTensors, no_codec
 from infinity.codecs.packing import WORD_BITS
 from infinity.codecs.part import StoredPart
 from infinity.codecs.records import RECORDS
@@ -44,12 +44,9 @@ class GroupedScheme:
         for bits, group in self._sizes:
             is_size = isinstance(group, int) and (group > 0 or group == -1)
             if bits not in allowed or not is_size:
-                raise ConfigError(
-                    f"{where}: its weights are quantized by {quantization.get('quant_method')} "
-                    f"with bits={bits!r}, group_size={group!r}; a codec exists for "
-                    f"{' or '.join(map(str, allowed))} bits in groups of any size, or of -1. Use "
-                    "such a checkpoint, or the bfloat16 one of the model"
-                )
+                told = f"{quantization.get('quant_method')} with {bits=}, group_size={group!r}"
+                known = f"{' or '.join(map(str, allowed))} bits in groups of any size, or of -1"
+                raise no_codec(where, told, known)
 
     @property
     def format(self) -> str:
@@ -128,7 +125,7 @@ class MlxScheme:
                 told = f"mode={mode!r}, bits={bits!r}, group_size={group!r}"
                 told += f" ({module})" if module else ""
                 known = f"mode='affine' in {', '.join(map(str, allowed))} bits"
-                raise _unknown(where, self._layout, told, known)
+                raise no_codec(where, f"{self._layout} with {told}", known)
             self._sizes[module] = bits, group
 
     @property
@@ -244,25 +241,18 @@ def _layout_of(quantization: Mapping[str, Any], where: str) -> tuple[str, bool]:
         version = str(quantization.get("version", "gemm")).lower()
         if version == "gemm":
             return "AWQ", False
-        raise _unknown(where, method, f"version={version!r}", "'gemm'")
+        raise no_codec(where, f"awq with {version=}", "'gemm'")
     if method == "gptq":
         form = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
         if form in ("gptq", "gptq_v2"):
             return "GPTQ", form == "gptq"
-        raise _unknown(where, method, f"checkpoint_format={form!r}", "'gptq' and 'gptq_v2'")
+        raise no_codec(where, f"gptq with checkpoint_format={form!r}", "'gptq' and 'gptq_v2'")
     packing = quantization.get("packing_format", "auto_round:auto_gptq")
     kind = quantization.get("data_type", "int")
     if packing not in _PACKINGS or kind != "int":
-        told = f"packing_format={packing!r}, data_type={kind!r}"
-        raise _unknown(where, "auto-round", told, f"'int' in {', '.join(_PACKINGS)}")
+        told = f"auto-round with packing_format={packing!r}, data_type={kind!r}"
+        raise no_codec(where, told, f"'int' in {', '.join(_PACKINGS)}")
     return _PACKINGS[packing]
-
-
-def _unknown(where: str, method: str, told: str, known: str) -> ConfigError:
-    return ConfigError(
-        f"{where}: its weights are quantized by {method} with {told}; a codec exists for {known}. "
-        "Use such a checkpoint, or the bfloat16 one of the model"
-    )
 
 
 def _sizes_of(quantization: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:

@@ -16,6 +16,7 @@ CASES: tuple[tuple[Codec, Shape], ...] = (
     (FloatBlocks(scale="BF16"), (3, 130, 72)),
     (FloatBlocks((128, 128), "F8_E8M0"), (129, 257)),
     (FloatBlocks((1, 0)), (37, 53)),
+    (FloatBlocks((1, 0), "F16", product="F16"), (37, 53)),
     (FloatBlocks((0, 0), "BF16"), (37, 53)),
     (AffineGroups(), (48, 96)),
     (AffineGroups(128, "F16"), (5, 256)),

@@ -80,7 +80,7 @@ CODECS = {
     "modelopt-nvfp4": {nvfp4("TIMES")},
     "modelopt-fp8": {FloatBlocks((0, 0))},
     "mxfp8": {FloatBlocks((1, 32), "U8")},
-    "fp8-rows": {FloatBlocks((1, 0), "BF16")},
+    "fp8-rows": {FloatBlocks((1, 0), "BF16", product="BF16")},
     "fbgemm": {FloatBlocks((1, 0))},
     "quark-fp8": {FloatBlocks((0, 0))},
     "gptq": {AffineGroups(32, "F16", 4, "GPTQ", True, True)},

@@ -314,7 +314,7 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
         (quantization(INT4, format="nvfp4-pack-quantized"), "nvfp4"),
         (quantization(MODELOPT, quant_algo="W4A16_AWQ"), "'W4A16_AWQ'"),
         (quantization(MODELOPT, quantized_layers={"a": {"quant_algo": "INT8_SQ"}}), "INT8_SQ"),
-        (quantization(MODELOPT, quant_algo="NVFP4", group_size=32), "groups of 16, got 32"),
+        (quantization(MODELOPT, quant_algo="NVFP4", group_size=64), "16 or 32, got 64"),
         (
             {
                 "quantization_config": {
@@ -325,7 +325,14 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
             "int4",
         ),
         (quantization(QUARK, export={"pack_method": "order"}), "pack_method='order'"),
-        ({"quantization_config": {"quant_method": "exl3"}}, "'exl3' .'a.weight_packed' is I32"),
+        (quantization(QUARK, algo_config=[{"name": "rotation", "r1": True, "r4": True}]), "r4"),
+        (
+            quantization(
+                QUARK, global_quant_config={"weight": {"dtype": "fp4", "scale_format": "e5m3"}}
+            ),
+            "e5m3",
+        ),
+        ({"quantization_config": {"quant_method": "exl3"}}, "'exl3'"),
         ({"quantization": {"group_size": 64, "bits": 7}}, "MLX with mode='affine', bits=7"),
         ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "mode='mxfp4'"),
         (quantization(INT4, sparsity_config={"format": "sparse-24"}), "sparsity_config"),
@@ -356,7 +363,9 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
 def test_a_scheme_without_a_codec_is_named(config: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told) as refused:
         find(config, {**NORM, "a.weight_packed": ("I32", (48, 12))})
-    assert str(refused.value).startswith("/model: ")
+    said = str(refused.value)
+    assert said.startswith("/model: ")
+    assert "'a.weight_packed' (I32)" in said or told in ("expected a table", "two different")
 
 
 @pytest.mark.parametrize("suffix", ["zero_point", "global_scale"])
@@ -410,7 +419,7 @@ def test_groups_of_modules_may_have_schemes_of_their_own() -> None:
     }
     found = find(config, headers)
     assert found["a.weight"].codec == AffineGroups()
-    assert found["b.weight"].codec == FloatBlocks(scale="BF16")
+    assert found["b.weight"].codec == FloatBlocks(scale="BF16", product="BF16")
     with pytest.raises(ConfigError, match="fits no group"):
         find(INT4, headers)
 
@@ -464,10 +473,26 @@ def test_a_dtype_that_torch_lacks_is_refused_only_when_it_is_used() -> None:
 def test_scales_of_modelopt_have_the_shape_of_their_blocks(
     shape: tuple[int, ...], block: tuple[int, int]
 ) -> None:
+    config = quantization(MODELOPT, quant_algo="fp8_pb_wo")  # In lower case, as it writes these.
     headers = {"a.weight": ("F8_E4M3", (576, 200)), "a.weight_scale": ("F32", shape)}
-    assert find(MODELOPT, headers)["a.weight"].codec == FloatBlocks(block)
+    assert find(config, headers)["a.weight"].codec == FloatBlocks(block)
     with pytest.raises(ConfigError, match="fits no group"):
-        find(MODELOPT, {**headers, "a.weight_scale": ("F32", (7, 2))})
+        find(config, {**headers, "a.weight_scale": ("F32", (7, 2))})
+
+
+def test_nvfp4_of_modelopt_may_have_groups_of_32_and_its_packed_experts_are_refused() -> None:
+    headers = {"a.weight": ("U8", (8, 48)), "a.weight_scale": ("F8_E4M3", (8, 3)),
+               "a.weight_scale_2": ("F32", ())}  # fmt: skip
+    assert find(MODELOPT, headers)["a.weight"].codec == nvfp4("TIMES", 32)
+    packed = {"e.down_proj": ("F8_E4M3", (4, 8, 8)), "e.down_proj_weight_scale": ("F32", ())}
+    with pytest.raises(ConfigError, match="'e.down_proj_weight_scale' is of experts"):
+        find(MODELOPT, headers | packed)
+
+
+def test_mxfp8_is_a_method_of_its_own() -> None:
+    headers = {"a.weight": ("F8_E4M3", (64, 64)), "a.weight_scale_inv": ("U8", (64, 2))}
+    found = find({"quantization_config": {"quant_method": "mxfp8"}}, headers)
+    assert found["a.weight"].codec == FloatBlocks((1, 32), "U8")
 
 
 def test_experts_of_fbgemm_have_a_scale_per_column() -> None:

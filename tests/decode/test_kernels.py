@@ -298,7 +298,8 @@ def test_every_nvfp4_code_with_every_scale(
             scale = scalar.product(scalar.e4m3(code), whole, "F32")
         else:
             scale = scalar.quotient(scalar.e4m3(code), whole, "F32")
-        values += [scalar.product(scalar.e2m1(i), scale, "F32") for i in range(16)]
+        rounded = "F32" if global_scale == "TIMES" else "BF16"
+        values += [scalar.product(scalar.e2m1(i), scale, rounded) for i in range(16)]
     parts = [codes, scales, of_matrix.view(torch.uint8)]
     check(nvfp4(global_scale), parts, (256, 16), values, dtype)
 

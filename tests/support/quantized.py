@@ -199,7 +199,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # RedHatAI's FP8-dynamic: a scale per row.
     "fp8-rows": Layout(
-        _matching(_PROJECTIONS, FloatBlocks((1, 0), "BF16")),
+        _matching(_PROJECTIONS, FloatBlocks((1, 0), "BF16", product="BF16")),
         _compressed_table(
             "float-quantized", "float", ["lm_head"], num_bits=8, strategy="channel", group_size=None
         ),
