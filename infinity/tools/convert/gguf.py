@@ -159,8 +159,8 @@ def _model_of(source: GgufSource, *, is_tied: bool) -> tuple[Any, Any]:
 
     first = source.files[0]
     beside = _beside(source)
-    kinds = (ValueError, KeyError, OSError, NotImplementedError)
-    with refusing(f"{first}: transformers reads no model from it", *kinds):
+    remedy = "; put the config.json of the original model beside it"
+    with refusing(f"{first}: transformers reads no model from it", Exception, remedy=remedy):
         where = {} if beside is not None else {"gguf_file": first.name}
         config = AutoConfig.from_pretrained(first.parent, **where)
         if beside is None:
@@ -249,9 +249,9 @@ def _numbers(tensors: list[Any], processor: Any, shape: tuple[int, ...], kind: s
     for tensor in tensors:
         numbers = dequantize(tensor.data, GGMLQuantizationType[kind])
         is_merged = len(tensors) > 1
-        made.append(numbers if is_merged else processor.process(numbers, tensor.name).weights)
+        made.append(numbers if is_merged else _turned(processor, numbers, tensor.name))
     merged = made[0] if len(made) == 1 else np.concatenate(made, axis=-2)
-    return torch.from_numpy(np.array(merged)).to(_NUMBERS[kind]).view(shape)
+    return torch.from_numpy(np.array(merged, order="C")).to(_NUMBERS[kind]).view(shape)
 
 
 def _order_of_rows(tensor: Any, processor: Any) -> np.ndarray[Any, Any] | None:
@@ -263,13 +263,18 @@ def _order_of_rows(tensor: Any, processor: Any) -> np.ndarray[Any, Any] | None:
         return None  # Experts, which are merged and not turned.
     rows = tensor.data.shape[0]
     marked = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
-    turned = processor.process(marked.copy(), tensor.name).weights
+    turned = _turned(processor, marked.copy(), tensor.name)
     if turned is None or turned.shape != marked.shape:
         raise _changed(tensor)
     order = (turned[:, 0] // 2).astype(np.int64)
     if not np.array_equal(marked[order.clip(0, rows - 1)], turned):
         raise _changed(tensor)
     return None if np.array_equal(order, np.arange(rows)) else order
+
+
+def _turned(processor: Any, numbers: np.ndarray[Any, Any], name: str) -> Any:
+    # That of GPT-2 puts a head aside.
+    return processor.process(numbers, name, parsed_parameters={"tensors": {}}).weights
 
 
 def _changed(tensor: Any) -> ConfigError:
