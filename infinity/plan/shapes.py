@@ -48,18 +48,16 @@ _TOP_K = (
 
 
 class PublishedFormat(Table):
-    """The format of the matrices of `parts` in the published checkpoint. `others`, and `experts`,
-    are exceptions; other weights are bf16. The names of formats are those that the codecs find in
-    checkpoints."""
+    """The format of the matrices of `parts` in the published checkpoint. `others` are exceptions;
+    other weights are bf16. The names of formats are those that the codecs find in checkpoints."""
 
     format: str
     parts: tuple[Part, ...]
-    experts: str = ""
     others: dict[Part, str] = Field(default_factory=dict)
 
     def of(self, part: Part) -> str:
         """Returns the format of one of the parts."""
-        return self.others.get(part) or self.experts * (part == "experts") or self.format
+        return self.others.get(part, self.format)
 
 
 @dataclass(frozen=True, slots=True)
