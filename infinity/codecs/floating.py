@@ -28,6 +28,11 @@ _MODELOPT_ALGORITHMS = (
     "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "MXFP4", "NVFP4", "NVFP4_AWQ",
     "W4A16_NVFP4", "W4A16_MXFP4", "W4A8_MXFP4_FP8", "W4A8_NVFP4_FP8", "MIXED_PRECISION",
 )  # fmt: skip
+# By a word of an algorithm of modelopt, or of a table of quark.
+_FORMATS = {
+    "nvfp4": "nvfp4", "mxfp8": "fp8-1x32-u8", "pb_wo": "fp8-128x128", "per_channel": "fp8-1x0",
+    "fp4": "mxfp4",
+}  # fmt: skip
 _FP8_SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _POWERS = ("F8_E8M0", "U8")
 _INT4_OF_QUARK = {"int4": "QUARK_SIGNED", "uint4": "QUARK"}  # The layouts of its dtypes.
@@ -49,15 +54,21 @@ class FloatScheme:
     `.scale` and `.qscale_weight` in place of `.weight` are other names of scales.
     """
 
-    def __init__(self, blocks: Sequence[Block], groups: Mapping[str, int] = {}) -> None:
-        """blocks: those that FP8 codes may have; groups: of INT4 in a layout of quark."""
-        self._blocks, self._groups = tuple(blocks), groups or {}
+    def __init__(
+        self, blocks: Sequence[Block], groups: Mapping[str, int] = {}, told: object = ""
+    ) -> None:
+        """blocks: those that FP8 codes may have; groups: of INT4 in a layout of quark; told: what
+        a configuration says of most weights."""
+        self._blocks, self._groups, self._told = tuple(blocks), groups or {}, str(told).lower()
 
     @property
     def format(self) -> str:
-        """As `GroupedScheme.format`; of several blocks, the first."""
+        """As `GroupedScheme.format`; of several blocks that nothing is told of, the first."""
         for group in self._groups.values():
             return f"quark-int4-g{group}"
+        for word, name in _FORMATS.items():
+            if word in self._told:
+                return name
         rows, columns = self._blocks[0]
         return f"fp8-{rows}x{columns}{'-u8' * (self._blocks[0] == MXFP8)}"
 
@@ -202,7 +213,7 @@ def modelopt_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
     sizes = NVFP4_BLOCK, MX_BLOCK
     if "NVFP4" in str(quantization.get("quant_algo")) and size not in (None, *sizes):
         raise ConfigError(f"{where}: expected NVFP4 in groups of 16 or 32, got {size!r}")
-    return FloatScheme(_MODELOPT_BLOCKS)
+    return FloatScheme(_MODELOPT_BLOCKS, told=quantization.get("quant_algo"))
 
 
 def quark_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
@@ -235,7 +246,8 @@ def quark_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
     if groups and (order != "reorder" or len(groups) > 1 or min(groups.values()) < 1):
         told = f"quark with pack_method={order!r}, {groups}"
         raise no_codec(where, told, "one kind of INT4 with pack_method='reorder'")
-    return FloatScheme((PER_TENSOR, PER_ROW), groups)
+    most = tables[0].get("weight") if isinstance(tables[0], Mapping) else None
+    return FloatScheme((PER_TENSOR, PER_ROW), groups, most)
 
 
 def _two_sizes(block: Any, where: str) -> tuple[int, int]:

@@ -181,12 +181,10 @@ _OUTSIDE: dict[str, dict[Part, str]] = {
     "compressed-tensors": {"head": "lm_head"},
     "mlx": {"head": "lm_head", "embedding": "model.embed_tokens"},
 }
-# Of modelopt and quark, by a word of their algorithm.
-_ALGORITHMS = {
-    "nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "fp8-1x32-u8", "pb_wo": "fp8-128x128",
-    "per_channel": "fp8-1x0",
-}  # fmt: skip
-_LEFT_OUT_KEYS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers")
+_LEFT_OUT_KEYS = (
+    "ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers",
+    "exclude_modules", "exclude",
+)  # fmt: skip
 
 
 def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | None:
@@ -205,7 +203,7 @@ def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | 
             "download them, and plan the directory"
         )
     name = _format_name(scheme, quantization)
-    if name == "mxfp4":
+    if method == "mxfp4":
         return PublishedFormat(format=name, parts=("experts",))
     patterns = [str(pattern) for key in _LEFT_OUT_KEYS for pattern in quantization.get(key) or ()]
     formats: dict[Part, str] = {}
@@ -223,7 +221,23 @@ def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | 
 
 def _of_module(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
     """Returns the quantisation of a module, None where it has none: that of config.json, unless
-    `dynamic` of GPTQModel or `extra_config` of AutoRound has another one for its name."""
+    that has another one for its name."""
+    layers = quantization.get("quantized_layers") or {}  # Of modelopt.
+    for name, own in layers.items():
+        if name.endswith(module):
+            return {**quantization, **own}
+    if any(".".join(module.split(".")[:3]) in name for name in layers):
+        return None  # Of this layer others are named.
+    for pattern, own in (quantization.get("layer_quant_config") or {}).items():  # Of quark.
+        if fnmatch.fnmatchcase(module, pattern):
+            return {**quantization, "global_quant_config": own}
+    if method_of(quantization) == "compressed-tensors" and len(quantization["config_groups"]) > 1:
+        for is_class in (False, True):
+            for name, own in quantization["config_groups"].items():
+                named = [t for t in own.get("targets") or () if (t == "Linear") == is_class]
+                if any(is_class or _matches(target, module) for target in named):
+                    return {**quantization, "config_groups": {name: own}}
+        return None
     for key in ("dynamic", "extra_config"):
         for pattern, own in (quantization.get(key) or {}).items():
             end = "$" * (key == "extra_config")  # AutoRound gives whole names.
@@ -236,10 +250,6 @@ def _of_module(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any
 def _format_name(scheme: Scheme, quantization: Mapping[str, Any]) -> str:
     if quantization.get("quant_method") in ("mxfp4", "bitsandbytes"):
         return {"mxfp4": "mxfp4"}.get(str(quantization["quant_method"]), "nf4")
-    told = " ".join(re.findall(r"nvfp4|mxfp4|mxfp8|pb_wo|per_channel", str(quantization).lower()))
-    for word, name in _ALGORITHMS.items():
-        if method_of(quantization) in ("modelopt", "modelopt_fp4", "quark") and word in told:
-            return name
     return str(getattr(scheme, "format", ""))
 
 

@@ -143,6 +143,33 @@ def test_parts_with_other_bits_and_without_codes_are_counted_so() -> None:
     assert found is not None and set(found.parts) == {"attention", "dense", "shared", "experts"}
 
 
+def test_writers_that_name_modules_or_groups_of_them_are_counted_so() -> None:
+    attention, experts = "self_attn.q_proj", "mlp.experts.0.gate_proj"
+    layers = {
+        f"model.layers.{number}.{module}": {"quant_algo": algorithm}
+        for number in (7, 8)
+        for module, algorithm in ((attention, "FP8"), (experts, "NVFP4"))
+    }
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    fp8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
+    groups = {
+        "a": {"targets": ["Linear"], "format": "float-quantized", "weights": fp8},
+        "b": {**INT4_GROUP, "targets": ["re:.*experts.*"], "format": "pack-quantized"},
+    }
+    quark = {"weight": {"dtype": "fp4", "scale_format": "e8m0"}}
+    for table, parts in [
+        ({"quant_method": "modelopt", **mixed}, {"attention": "fp8-0x0", "experts": "nvfp4"}),
+        ({"quant_method": "compressed-tensors", "config_groups": groups},
+         {"attention": "fp8-1x0-bf16", "experts": "int4-g32"}),
+        ({"quant_method": "quark", "global_quant_config": quark, "exclude": ["*self_attn*"]},
+         {"dense": "mxfp4", "shared": "mxfp4", "experts": "mxfp4"}),
+    ]:  # fmt: skip
+        found = published_format({"quantization_config": table}, "m")
+        assert found is not None
+        assert {part: found.of(part) for part in found.parts}.items() >= parts.items()
+        assert ("attention" in found.parts) == ("attention" in parts)
+
+
 def test_a_quantisation_without_a_codec_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="gptq"):
         published_format({"quantization_config": {"quant_method": "gptq"}}, "m")

@@ -171,7 +171,7 @@ LAYOUTS: dict[str, Layout] = {
     # MXFP4 of compressed-tensors.
     "mxfp4-packed": Layout(
         _matching(_EXPERTS, mxfp4()),
-        _compressed_table("mxfp4-pack-quantized", "float", ["lm_head"]),
+        _compressed_table("mxfp4-pack-quantized", "float", _INT4_IGNORED),
     ),
     "mxfp8": Layout(
         _matching(_PROJECTIONS, FloatBlocks((1, 32), "U8")),
