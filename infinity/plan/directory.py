@@ -27,6 +27,7 @@ from infinity.codecs import Plain
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
 from infinity.codecs.found import Scheme
 from infinity.config.extras import require_transformers
+from infinity.config.hub import model_name
 from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
@@ -88,7 +89,7 @@ def read_directory(
     table = read_config(directory)
     require_transformers("infinity plan of a directory")
     hf_config = config_of_directory(directory, trusts_code=trusts_code)
-    name = f"{hf_config.get_text_config().model_type} in {directory.name or directory}"
+    name = f"{hf_config.get_text_config().model_type} in {model_name(directory)}"
     model = model_on_meta(
         hf_config, where, trusts_code=trusts_code, purpose=purpose, num_labels=num_labels
     )
