@@ -74,10 +74,10 @@ class FloatScheme:
 
     def __call__(self, found: FoundTensors) -> None:
         """Finds the weights; see `Scheme`."""
-        for scale in found.unused("_weight_scale"):
+        for packed in found.unused("_weight_scale"):
             raise found.error(
-                f"{scale!r} is of experts that modelopt has packed into one tensor, which no codec "
-                "reads; use a checkpoint with a matrix for each expert, or the bfloat16 one"
+                f"{packed!r} is of experts that modelopt has packed into one tensor, which no "
+                "codec reads; use a checkpoint with a matrix for each expert, or the bfloat16 one"
             )
         for layout, group in self._groups.items():
             for name in found.unused(".weight"):
@@ -235,17 +235,17 @@ def quark_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
                 raise no_codec(where, f"quark as {dtype!r} ({scheme})", known)
     algorithms = quantization.get("algo_config") or ()
     for algorithm in [algorithms] if isinstance(algorithms, Mapping) else algorithms:
-        online = {"r4", "online_r1_rotation"} & {key for key, value in algorithm.items() if value}
-        if online:
-            raise ConfigError(
-                f"{where}: quark has rotated its weights ({', '.join(sorted(online))}), which a "
-                "model undoes as it computes, and transformers' does not; use a checkpoint without"
-            )
+        for key in ("r4", "online_r1_rotation"):
+            if isinstance(algorithm, Mapping) and algorithm.get(key):
+                raise ConfigError(
+                    f"{where}: quark has rotated its weights ({key}), which a model undoes as it "
+                    "computes, and transformers' does not; use a checkpoint without"
+                )
     export = quantization.get("export")
     order = export.get("pack_method", "reorder") if isinstance(export, Mapping) else "reorder"
     if groups and (order != "reorder" or len(groups) > 1 or min(groups.values()) < 1):
-        told = f"quark with pack_method={order!r}, {groups}"
-        raise no_codec(where, told, "one kind of INT4 with pack_method='reorder'")
+        packed = f"quark with pack_method={order!r}, {groups}"
+        raise no_codec(where, packed, "one kind of INT4 with pack_method='reorder'")
     most = tables[0].get("weight") if isinstance(tables[0], Mapping) else None
     return FloatScheme((PER_TENSOR, PER_ROW), groups, most)
 

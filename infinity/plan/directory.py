@@ -223,10 +223,11 @@ def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | 
 def _of_module(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
     """Returns the quantisation of a module, None where it has none: that of config.json, unless
     that has another one for its name."""
-    layers = quantization.get("quantized_layers") or {}  # Of modelopt.
+    layers = quantization.get("quantized_layers")  # Of modelopt.
+    layers = layers if isinstance(layers, Mapping) else {}
     for name, own in layers.items():
         if name.endswith(module):
-            return {**quantization, **own}
+            return {**quantization, **(own if isinstance(own, Mapping) else {"quant_algo": own})}
     if any(".".join(module.split(".")[:3]) in name for name in layers):
         return None  # Of this layer others are named.
     for pattern, own in (quantization.get("layer_quant_config") or {}).items():  # Of quark.
