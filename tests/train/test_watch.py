@@ -110,14 +110,16 @@ def test_the_end_of_a_run_is_that_of_its_summary(tmp_path: Path) -> None:
     lines = [line(step, steps=20) for step in range(1, 21)]
     summary = Summary(steps=20, num_parameters=1, resumed_at=20)
     summary.checkpoint, summary.export_directory = "checkpoints/step-20", "out"
+    summary.sample = "Once\nupon"
     (tmp_path / "summary.json").write_text(json.dumps(summary.to_dict()))
     file = tmp_path / "metrics.jsonl"
     # Times over SFTP are in whole seconds.
     for ended_s, found in ((BEGUN_S - 1, None), (BEGUN_S + 59, "checkpoints/step-20")):
         os.utime(tmp_path / "summary.json", (ended_s, ended_s))
         assert numbers_of(lines, BEGUN_S, file)["checkpoint"] == found
-    numbers = numbers_of(lines, BEGUN_S, file)
+    numbers, *_, last = numbers_of(lines, BEGUN_S, file), *screen(lines, file, 80, 0).renderables
     assert numbers["export_directory"] == "out" and numbers["steps_done"] == 20
+    assert str(last) == "sample      Once upon"
     assert numbers_of(lines[:-1], BEGUN_S, file)["checkpoint"] is None
     summary = Summary(steps=20, num_parameters=1, resumed_at=19, interrupted_by="SIGINT")
     (tmp_path / "summary.json").write_text(json.dumps(summary.to_dict()))

@@ -208,6 +208,7 @@ def _facts(numbers: dict[str, Any], last: Line) -> list[tuple[str, str]]:
         ("memory", ", ".join(memory)),
         ("drives", ", ".join(drives)),
         ("checkpoint", str(numbers["checkpoint"] or "none yet")),
+        *[("sample", " ".join(text.split())) for text in (numbers.get("sample"),) if text],
     ]
 
 
