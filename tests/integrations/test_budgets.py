@@ -169,7 +169,7 @@ def test_an_adapter_on_a_router_trains_in_the_named_budget(tmp_path: Path) -> No
     file, which takes no more room than its use."""
     job = Job("mixtral", "adapter over files", tmp_path, schedule={"tile": 0})
     job.targets = "all-linear"
-    check(job.run)
+    check(job.run, LARGER[:1])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_an_adapter_on_a_router_trains_in_the_named_budget(tmp_path: Path) -> No
 def test_the_named_budget_resumes_a_run_of_any_durability(
     name: str, durability: str, tmp_path: Path
 ) -> None:
-    check(Job(name, "resume", tmp_path, checkpoint={"durability": durability}).run)
+    check(Job(name, "resume", tmp_path, checkpoint={"durability": durability}).run, LARGER[:1])
 
 
 class Scaled(nn.Module):

@@ -355,7 +355,7 @@ def test_a_file_of_its_own_is_evaluated_on_and_the_best_weights_are_kept(tmp_pat
     table["data"]["eval_paths"] = [str(tmp_path / "eval.jsonl")]
     table["train"] |= {
         "steps": 60, "eval_every": 2, "early_stopping_patience": 2, "keep_best": True,
-        "eval_batches": 4,
+        "eval_batches": 2,
     }  # fmt: skip
     table["optimizer"]["lr"] = 0.1
     summary = run(table)
@@ -418,7 +418,7 @@ def test_a_resumed_run_keeps_the_patience_and_the_place_in_its_epoch(tmp_path, t
     write(tmp_path / "data.jsonl", CHAT[:9])
     table["data"]["eval_paths"] = [str(tmp_path / "eval.jsonl")]
     table["train"] |= {
-        "steps": 40, "eval_every": 1, "early_stopping_patience": 3, "eval_batches": 4,
+        "steps": 40, "eval_every": 1, "early_stopping_patience": 3, "eval_batches": 2,
     }  # fmt: skip
     table["adapter"]["dropout"] = 0.2
     table["optimizer"]["lr"] = 0.2
