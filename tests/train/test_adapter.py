@@ -103,12 +103,15 @@ def values_of(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "adapter"),
-    [
-        ("llama", {}),
-        ("llama", {"method": "dora", "rslora": True}),
-        ("qwen3_moe", {}),
-        ("deepseek_v3", {}),
-    ],
+    sampled(
+        [
+            ("llama", {}),
+            ("llama", {"method": "dora", "rslora": True}),
+            ("qwen3_moe", {}),
+            ("deepseek_v3", {}),
+        ],
+        lambda case: case[0] != "qwen3_moe",
+    ),
 )
 def test_a_run_has_the_bits_of_peft_in_memory(tmp_path, table, kind, adapter) -> None:
     """Loss and gradient norm of each step, the adapter, and the logits of plain PEFT with it."""
