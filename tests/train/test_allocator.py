@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from infinity.tools.training.process import expand_segments
+from tests.support.forked import run_script
 
 PROGRAM = """
 import ctypes, re, threading
@@ -69,7 +70,5 @@ from infinity.tools.training.process import expand_segments
 assert expand_segments()
 print(torch._C._accelerator_getAllocatorSettings())
 """
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip() == "expandable_segments:True"
+    found = run_script(program)
+    assert found.stdout.strip() == "expandable_segments:True", found.stderr
