@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from infinity.tools.doctor.drives import Drive, Health
 from infinity.tools.doctor.finding import Finding, worst
 from infinity.tools.doctor.paths import DirectTrial, Mount
 from tests.support.commands import imported_by, run_command
+from tests.support.forked import run_script
 
 SECCOMP = Refusal("refused, so a seccomp profile blocks it", "Allow io_uring_setup.")
 
@@ -455,10 +454,7 @@ def test_in_an_unprivileged_container(tmp_path: Path) -> None:
     sys.argv = ["infinity", "doctor", "--json", "--path", sys.argv[1]]
     main()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_script(textwrap.dedent(script), tmp_path)
     assert done.stderr == ""
     report = json.loads(done.stdout)
     rows = {row["subject"]: row for row in report["findings"]}
