@@ -18,6 +18,7 @@ from infinity.codecs.floating import MXFP8, PER_ROW, PER_TENSOR, add_fp4, add_fp
 from infinity.codecs.found import FoundTensors, no_codec
 from infinity.codecs.grouped import check_order
 from infinity.codecs.packing import WORD_BITS, packed_shape
+from infinity.codecs.rounding import FLOAT_DTYPES
 from infinity.errors import ConfigError
 
 KNOWN_FORMATS = (
@@ -103,7 +104,7 @@ class CompressedScheme:
 
     def _add_int(self, found: FoundTensors, name: str, codes: str, layout: Codes) -> None:
         scale, zeros, order = f"{name}_scale", f"{name}_zero_point", f"{name}_g_idx"
-        dtype, stored = _scale_of(found, name, ("BF16", "F16", "F32"))
+        dtype, stored = found.scales(scale)
         shape, kind = found.matrix(codes), "bytes" if layout == "BYTES" else "int"
         groups = [group for group in self._groups if group.kind == kind]
         has_zeros = zeros in found.headers
@@ -140,11 +141,11 @@ class CompressedScheme:
         known = [kind for kind in kinds if any(group.kind == kind for group in self._groups)]
         if not known:
             raise found.error(f"{packed!r} is U8, and config.json has no group of FP4")
-        _scale_of(found, name, tuple(dtype for kind in known for dtype in kinds[kind]))
+        found.scales(scale, tuple(dtype for kind in known for dtype in kinds[kind]))
         add_fp4(found, packed, scale, f"{name}_global_scale", name=name, is_divided=True)
 
     def _add_fp8(self, found: FoundTensors, name: str) -> None:
-        _scale_of(found, name, ("BF16", "F16", "F32", "U8", "F8_E8M0"))
+        found.scales(f"{name}_scale", (*FLOAT_DTYPES, "U8", "F8_E8M0"))
         blocks = [group.block for group in self._groups if group.kind == "fp8"]
         blocks = [*dict.fromkeys(blocks), *blocks[:1]]
         add_fp8(found, name, f"{name}_scale", blocks, is_rounded=True)
@@ -160,22 +161,6 @@ def _columns_of(found: FoundTensors, name: str, packed: int, bits: int, layout: 
         return packed * WORD_BITS // bits
     lengths = torch.frombuffer(bytearray(found.read(said)), dtype=dtype)
     return max(0, int(lengths[-1])) if lengths.numel() else 0
-
-
-def _scale_of(
-    found: FoundTensors, name: str, dtypes: tuple[str, ...]
-) -> tuple[str, tuple[int, ...]]:
-    """Returns (dtype, shape) of the scales of a weight. Raises ConfigError."""
-    scale = f"{name}_scale"
-    if scale not in found.headers:
-        raise found.error(
-            f"{scale!r} is missing, without which {name!r} cannot be decoded; copy the checkpoint "
-            "again, or use one that is complete"
-        )
-    dtype, shape = found.headers[scale]
-    if dtype not in dtypes:
-        raise found.error(f"{scale!r} is {dtype}; expected scales of {' or '.join(dtypes)}")
-    return dtype, shape
 
 
 def _parse_group(name: str, group: Any, default: Any, where: str) -> _Group:

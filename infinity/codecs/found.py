@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from infinity.codecs.part import Codec, Shape, StoredPart, parts_of, stored_nbytes
 from infinity.codecs.plain import Plain
+from infinity.codecs.rounding import FLOAT_DTYPES
 from infinity.errors import ConfigError
 
 # Name to (dtype as safetensors calls it, shape).
@@ -111,6 +112,14 @@ class FoundTensors:
         if len(shape) < 2:
             raise self.error(f"{name!r} has shape {shape}; codes are those of matrices")
         return shape
+
+    def scales(self, name: str, dtypes: Iterable[str] = FLOAT_DTYPES) -> tuple[str, Shape]:
+        """Returns (dtype, shape) of scales. Raises ConfigError without them, and for another dtype."""
+        dtype, shape = self.headers.get(name, ("", ()))
+        if dtype not in dtypes:
+            came = f"is {dtype}" if dtype else "is missing"
+            raise self.error(f"{name!r} {came}; expected scales of {', '.join(dtypes)}")
+        return dtype, shape
 
     def unused(self, suffix: str) -> list[str]:
         """Returns the names with this end that belong to no logical tensor yet."""

@@ -20,7 +20,6 @@ from infinity.codecs.part import StoredPart
 from infinity.codecs.records import RECORDS
 from infinity.errors import ConfigError
 
-_SCALES = ("F16", "BF16", "F32")
 _LEFTOVERS = (".qweight", ".qzeros", ".scales", ".g_idx")
 # Of AutoRound, its layout and whether stored zeros are less by one.
 _PACKINGS: Mapping[str, tuple[str, bool]] = {
@@ -64,7 +63,7 @@ class GroupedScheme:
     def _add(self, found: FoundTensors, module: str) -> None:
         names = [f"{module}.{part}" for part in ("qweight", "scales", "qzeros", "g_idx")]
         codes, scales, _, order = names
-        dtype = _dtype_of_scales(found, scales)
+        dtype, _ = found.scales(scales)
         found.matrix(codes)
         fitting = list(self._fitting(found, codes, dtype))
         codec, shape = next(
@@ -139,7 +138,7 @@ class MlxScheme:
         for scales in found.unused(".scales"):
             module = scales.removesuffix(".scales")
             names = [f"{module}.{part}" for part in ("weight", "scales", self._minima)]
-            dtype = _dtype_of_scales(found, scales)
+            dtype, _ = found.scales(scales)
             if names[0] not in found.headers:
                 raise found.error(f"{names[0]!r} is missing, to which {scales!r} belongs")
             bits, group = self._sizes.get(module, self._sizes[""])
@@ -166,7 +165,7 @@ def find_hqq(found: FoundTensors) -> None:
 
 def _add_hqq(found: FoundTensors, module: str) -> None:
     names = [f"{module}.{part}" for part in ("W_q", "scale", "zero")]
-    dtype = _dtype_of_scales(found, names[1])
+    dtype, _ = found.scales(names[1])
     facts = {fact: _numbers_in(found, f"{module}.{fact}") for fact in _FACTS_OF_HQQ[:4]}
     shape, (bits,), (axis,) = facts["shape"], facts["nbits"] or (0,), facts["axis"] or (-1,)
     if bits not in (1, 2, 4, 8) or axis not in (0, 1) or len(shape) != 2:
@@ -196,15 +195,6 @@ def _numbers_in(found: FoundTensors, name: str) -> tuple[int, ...]:
     kind = torch.int32 if dtype == "I32" else torch.int64
     content = bytearray(found.read(name))
     return tuple(torch.frombuffer(content, dtype=kind).tolist()) if content else ()
-
-
-def _dtype_of_scales(found: FoundTensors, scales: str) -> str:
-    """Returns the dtype of a part. Raises ConfigError for one that scales do not have."""
-    dtype, _ = found.headers.get(scales, ("", ()))
-    if dtype not in _SCALES:
-        came = f"is {dtype}" if dtype else "is missing"
-        raise found.error(f"{scales!r} {came}; expected scales of {', '.join(_SCALES)}")
-    return dtype
 
 
 def find_gguf(found: FoundTensors) -> None:
