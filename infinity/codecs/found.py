@@ -114,7 +114,7 @@ class FoundTensors:
         return shape
 
     def scales(self, name: str, dtypes: Iterable[str] = FLOAT_DTYPES) -> tuple[str, Shape]:
-        """Returns (dtype, shape) of scales. Raises ConfigError without them, and for another dtype."""
+        """Returns (dtype, shape) of scales. Raises ConfigError without them, for other dtypes."""
         dtype, shape = self.headers.get(name, ("", ()))
         if dtype not in dtypes:
             came = f"is {dtype}" if dtype else "is missing"
