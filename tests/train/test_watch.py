@@ -128,9 +128,11 @@ def test_the_end_of_a_run_is_that_of_its_summary(tmp_path: Path) -> None:
     assert "ended early" in str(heading) and str(trouble) == "away"
 
 
+@pytest.mark.parametrize(("steps", "said"), [(1, "all steps are done"), (2, "step 1 of 2")])
 def test_on_a_terminal_the_screen_waits_for_the_first_step_and_for_the_last_checkpoint(
-    tmp_path: Path,
+    steps: int, said: str, tmp_path: Path
 ) -> None:
+    """Also of a run that stops before its last step."""
     run, (own, theirs) = tmp_path / "out", pty.openpty()
     words = [sys.executable, "-c", COMMAND, "watch", str(run), "--every", "0.1"]
     process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -144,10 +146,11 @@ def test_on_a_terminal_the_screen_waits_for_the_first_step_and_for_the_last_chec
 
     show("waiting for the first step")
     run.mkdir()
-    write(run / "metrics.jsonl", [line(1, steps=1, ended_s=time.time())])
-    show("all steps are done")
+    write(run / "metrics.jsonl", [line(1, steps=steps, ended_s=time.time())])
+    show(said)
     assert process.poll() is None
-    summary = Summary(steps=1, num_parameters=1, resumed_at=1, checkpoint="out/step-1")
+    summary = Summary(steps=steps, num_parameters=1, resumed_at=1, stopped_early=steps > 1)
+    summary.checkpoint = "out/step-1"
     (run / "summary.json").write_text(json.dumps(summary.to_dict()))
     show("out/step-1")
     assert process.wait(timeout=60) == 0

@@ -136,9 +136,11 @@ def _end_of(file: Path, last: Line) -> dict[str, Any]:
 
 
 def _has_ended(file: Path, last: Line, now_s: float) -> bool:
-    """Whether the steps are done, and the results written or lost meanwhile."""
+    """Whether the steps are done or were stopped early, and the results written or lost meanwhile.
+    An interrupted run may go on."""
+    end = _end_of(file, last)
     is_late = now_s - last.get("ended_s", 0.0) > _LONGEST_EXPORT_S
-    return _is_over(last) and (is_late or bool(_end_of(file, last)))
+    return bool(end.get("stopped_early")) or (_is_over(last) and (is_late or bool(end)))
 
 
 def screen(lines: Sequence[Line], file: Path, width: int, now_s: float, trouble: str = "") -> Group:
