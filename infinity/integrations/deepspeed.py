@@ -475,6 +475,7 @@ def get_accelerator() -> ModuleType:
 
 _messages = logging.getLogger("DeepSpeed")  # Shows what is of use at run time, as there.
 _messages.setLevel(logging.INFO)
+_messages.propagate = False  # Or a program with handlers of its own shows each message twice.
 _messages.addHandler(logging.StreamHandler())
 
 

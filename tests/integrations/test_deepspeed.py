@@ -6,6 +6,7 @@ set and a configuration on the command line. The model and the data are small.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import runpy
@@ -200,12 +201,16 @@ def test_the_loop_of_getting_started_has_the_bits_of_plain_pytorch(
 def test_names_that_scripts_import_of_deepspeeds_modules_are_there(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its optimizers, the device and checkpoints of activations."""
+    """Its optimizers, the device, checkpoints of activations and messages, each shown once."""
     monkeypatch.chdir(tmp_path)
+    shown, *_ = deepspeed.utils.logger.handlers  # The others are pytest's.
+    monkeypatch.setattr(shown, "stream", io.StringIO())
     config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     found = ran(NAMES.replace("KIND", kind), config, as_it_is=True)
     losses, weights = plain(CONFIG, [0.01] * 4)
     assert found["losses"] == losses
+    assert shown.stream.getvalue() == "[Rank 0] said\nalso said\n"
+    assert not deepspeed.utils.logger.propagate, "to the handlers of the program, too"
     assert all(torch.equal(found["weights"][name], weights[name]) for name in weights)
     infinity.close(found["model"])
     assert not any(name.startswith("deepspeed.") for name in sys.modules)
