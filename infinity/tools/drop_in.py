@@ -67,7 +67,8 @@ _SAID_TWICE = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm", "optimizer.params.lr": "learning_rate",
-    "optimizer.params.eps": "adam_epsilon", "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.betas": "adam_beta1 adam_beta2", "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
     "scheduler.params.warmup_num_steps": "warmup_steps",
 }  # fmt: skip
@@ -257,17 +258,18 @@ def _take_schedule(args: Any) -> None:
     """Gives TrainingArguments the schedule of their DeepSpeed file, which goes before their own.
     Raises ConfigError for numbers of the file that are others than theirs."""
     facts = Facts(read_source(args.deepspeed)[0])
-    for key, name in _SAID_TWICE.items():
-        own, theirs = getattr(args, name), facts.get(key)
-        if theirs not in (None, own):
+    for key, names in _SAID_TWICE.items():
+        own, theirs = [getattr(args, name) for name in names.split()], facts.get(key)
+        if theirs is not None and own != (theirs if isinstance(theirs, list) else [theirs]):
             raise ConfigError(
-                f"args.deepspeed: {key} is {theirs}, and args.{name} is {own}; expected the same, "
-                'or "auto" in the file'
+                f"args.deepspeed: {key} is {theirs}, and {names} of the arguments is {own}; "
+                'expected the same, or "auto" in the file'
             )
     kind = facts.get("scheduler.type")
     if kind in _SCHEDULES:
         args.lr_scheduler_type = _SCHEDULES[kind]
-        _log.warning("args.deepspeed: %s is lr_scheduler_type=%r", kind, args.lr_scheduler_type)
+        text = "args.deepspeed: %s is lr_scheduler_type=%r, with a linear warm-up"
+        _log.warning(text, kind, args.lr_scheduler_type)
 
 
 @contextmanager

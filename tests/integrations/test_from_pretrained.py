@@ -176,9 +176,12 @@ def test_a_program_of_trl_runs_as_it_is(
     assert bool(engine.config.tiers.nvme) is bool(arguments)
     chosen = "constant_with_warmup" if arguments else "linear"
     assert ran["trainer"].args.lr_scheduler_type == chosen
-    wrong, said = {"optimizer": {"params": {"lr": 3}}}, "is 3, and args.learning_rate is 5e-05"
-    with DropIn().installed(), pytest.raises(ConfigError, match=said):
-        TrainingArguments("out", deepspeed=wrong)
+    for wrong, said in (
+        ({"lr": 3}, r"is 3, and learning_rate of the arguments is \[5e-05\]"),
+        ({"betas": [0.9, 0.95]}, r"adam_beta1 adam_beta2 of the arguments is \[0.9, 0.999\]"),
+    ):
+        with DropIn().installed(), pytest.raises(ConfigError, match=said):
+            TrainingArguments("out", deepspeed={"optimizer": {"params": wrong}})
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(value.any() for name, value in adapter.items() if "lora_B" in name)
     engine.close()
