@@ -96,8 +96,8 @@ def in_sweeps(
         try:
             found = together(model, call, sequences[start:end])
         finally:
-            for module, mode in modes:
-                module.training = mode
+            for module, mode in modes:  # A class may do more in `train`.
+                module.train(mode)
         yield found
 
 

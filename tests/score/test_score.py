@@ -53,11 +53,13 @@ def plain(model: Any, ids: list[int]) -> torch.Tensor:
 def test_scores_have_the_bits_of_a_plain_forward(name: str, swap_directory: Path) -> None:
     expected = [plain(ZOO[name].build(0).eval(), ids) for ids in SEQUENCES]
     with offloaded(ZOO[name].build(0).train(), swap_config(swap_directory)) as model:
-        last = list(model.modules())[-1].eval()
-        scores = []
+        _, first, *_, last = model.modules()
+        last.eval()
+        scores, told = [], []
+        first.train = lambda mode=True: told.append(mode) or torch.nn.Module.train(first, mode)
         for found in infinity.score(model, SEQUENCES, top_k=3, sweep_tokens=20):
             scores.append(found)
-            assert model.training and not last.training, "also between sweeps"
+            assert model.training and told[-1] and not last.training, "also between sweeps"
             model.train()
             last.eval()
     for ids, full, found in zip(SEQUENCES, expected, scores, strict=True):
