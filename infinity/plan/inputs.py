@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from infinity.config import SwapConfig
 from infinity.plan.capacity import window_nbytes_of
@@ -143,13 +144,15 @@ def _said_of_block(
     products, which are as many as its weights by the width."""
     if hardware.device.memory is None or not batch.has_backward:
         return []
-    num_tokens: float = batch.num_tokens / hardware.device.count
+    num_tokens, count = batch.num_tokens, hardware.device.count
     if config.schedule.micro_batch is not None:
-        num_tokens = min(num_tokens, config.schedule.micro_batch * batch.sequence_length)
+        num_tokens = min(num_tokens, config.schedule.micro_batch * batch.sequence_length * count)
     blocks = (hooked for hooked in model.hooked_modules if hooked.attention_width)
     params = max((hooked.frozen_params + hooked.trained_params for hooked in blocks), default=0)
-    nbytes = num_tokens * params / model.checkpoint_width * _CHECKPOINT_ITEM_NBYTES
-    free_nbytes = max(activations_nbytes(config, hardware, batch), 0)
+    nbytes = num_tokens / count * params / model.checkpoint_width * _CHECKPOINT_ITEM_NBYTES
+    # Workspaces for threads of more micro-batches are smaller on other devices.
+    one = replace(batch, num_tokens=num_tokens)
+    free_nbytes = max(activations_nbytes(config, hardware, one), 0)
     if nbytes <= free_nbytes:
         return []
     return [

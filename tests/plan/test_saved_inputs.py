@@ -147,14 +147,16 @@ def test_where_the_device_is_the_host_inputs_stay(tmp_path: Path) -> None:
     assert found.step.moved_nbytes == plain.step.moved_nbytes
 
 
-@pytest.mark.parametrize(("length", "fits"), [(1 << 20, True), (1 << 23, False)])
+@pytest.mark.parametrize(
+    ("length", "count", "fits"), [(1 << 20, 1, True), (1 << 23, 1, False), (1 << 10, 1024, True)]
+)
 def test_one_block_of_a_micro_batch_has_to_fit_the_device(
-    length: int, fits: bool, tmp_path: Path
+    length: int, count: int, fits: bool, tmp_path: Path
 ) -> None:
-    """A token has 1,664 values there: 3.5 or 28 GB of 16 GiB."""
+    """A token has 1,664 values there: 3.5 or 28 GB of 16 GiB, for any number of micro-batches."""
     settings = SwapConfig.load(table_of(tmp_path, 6 * MIB, "nvme"))
     model = model_of_module(build(), settings, SHAPE)
-    said = forecast(settings, model, MACHINE, Batch(length, length)).obstacles
+    said = forecast(settings, model, MACHINE, Batch(count * length, length)).obstacles
     assert any("activations of one block" in text for text in said) is not fits
 
 
