@@ -59,13 +59,15 @@ class FloatScheme:
     ) -> None:
         """blocks: those that FP8 codes may have; groups: of INT4 in a layout of quark; told: what
         a configuration says of most weights."""
-        self._blocks, self._groups, self._told = tuple(blocks), groups or {}, str(told).lower()
+        self._blocks, self._groups = tuple(blocks), groups or {}
+        self._told = str(told or "").lower()
 
     @property
     def format(self) -> str:
         """As `GroupedScheme.format`; of several blocks that nothing is told of, the first."""
         for group in self._groups.values():
-            return f"quark-int4-g{group}"
+            if not self._told or "int4" in self._told:  # Else it is of some modules.
+                return f"quark-int4-g{group}"
         for word, name in _FORMATS.items():
             if word in self._told:
                 return name

@@ -157,12 +157,16 @@ def test_writers_that_name_modules_or_groups_of_them_are_counted_so() -> None:
         "b": {**INT4_GROUP, "targets": ["re:.*experts.*"], "format": "pack-quantized"},
     }
     quark = {"weight": {"dtype": "fp4", "scale_format": "e8m0"}}
+    int4 = {"weight": {"dtype": "int4", "qscheme": "per_group", "group_size": 128}}
     for table, parts in [
         ({"quant_method": "modelopt", **mixed}, {"attention": "fp8-0x0", "experts": "nvfp4"}),
         ({"quant_method": "compressed-tensors", "config_groups": groups},
          {"attention": "fp8-1x0-bf16", "experts": "int4-g32"}),
         ({"quant_method": "quark", "global_quant_config": quark, "exclude": ["*self_attn*"]},
          {"dense": "mxfp4", "shared": "mxfp4", "experts": "mxfp4"}),
+        ({"quant_method": "quark", "global_quant_config": quark,
+          "layer_quant_config": {"*experts.*": int4}},
+         {"attention": "mxfp4", "experts": "quark-int4-g128"}),
     ]:  # fmt: skip
         found = published_format({"quantization_config": table}, "m")
         assert found is not None
