@@ -27,14 +27,15 @@ class Tried:
         return f">={self.oldest[0]}.{self.oldest[1]},<{self.newest[0] + 1}"
 
     def __str__(self) -> str:
-        return "{}.{} to {}.{}".format(*self.oldest, *self.newest)
+        ends = ("{}.{}".format(*release) for release in (self.oldest, self.newest))
+        return " to ".join(dict.fromkeys(ends))
 
 
 TRIED = {
     "torch": Tried((2, 10), (2, 15)),
     "transformers": Tried((5, 17), (5, 24)),
     "peft": Tried((0, 20), (0, 21)),
-    "trl": Tried((1, 9), (1, 16)),
+    "trl": Tried((1, 16), (1, 16)),
 }
 _WHY_NOT_OLDER = "it uses parts that are not public, and no older release is tested"
 

@@ -118,7 +118,7 @@ JUDGED: list[tuple[Finding, str, tuple[str, ...]]] = [
     (release("torch", "2.16.0.dev20261127"), "degraded", ("pip install 'torch<2.16'",)),
     (release("transformers", "5.16.1"), "missing", ("transformers>=5.17,<6",)),
     (release("transformers", "5.25.0"), "degraded", ("no test has run with it",)),
-    (release("trl", "1.8.0"), "missing", ("trl>=1.9,<2",)),
+    (release("trl", "1.15.0"), "missing", ("trl>=1.16,<2",)),
     (release("peft", "0.22.0"), "degraded", ("peft<0.22",)),
     (machine.check_capacity(THERE, 4 * GIB), "ok", ("8.0 GiB", "4.0 GiB", "cgroup limit")),
     (machine.check_capacity(THERE, 9 * GIB), "missing", ("9.0 GiB", "tiers.host.capacity")),
