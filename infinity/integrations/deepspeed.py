@@ -48,6 +48,7 @@ from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, UnsupportedError, reporting
 from infinity.integrations.hf import (
     check_rule,
+    is_offloaded,
     names_of,
     optimizer_like,
     save_over,
@@ -230,8 +231,9 @@ class DeepSpeedEngine(nn.Module):
         return True
 
     def destroy(self) -> None:
-        """Releases memory and swap files."""
-        infinity.close(self.module)
+        """Releases memory and swap files. As there, a second call does nothing."""
+        if is_offloaded(self.module):
+            infinity.close(self.module)
 
 
 def initialize(

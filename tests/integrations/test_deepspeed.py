@@ -248,6 +248,7 @@ def test_a_checkpoint_of_deepspeed_and_a_plain_backward_are_refused_with_the_way
     with pytest.raises(UnsupportedError, match=r"expected engine.backward\(loss\), which divides"):
         engine.step()
     engine.destroy()
+    engine.destroy()
     assert "released" in repr(engine.module.weight)
 
 
