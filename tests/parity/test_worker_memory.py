@@ -239,6 +239,7 @@ def test_a_look_at_narrow_sums_leaves_them_to_the_worker(tmp_path: Path) -> None
             return
         engine = infinity.engine_of(run.model)
         scaled, read = engine.store.units[0], engine.store.units[1]
+        early_of(run).policy.share = 1.0  # It may have found that there is no time.
         with held_updates() as held:
             held.wanted = lambda staged: staged.chunk.unit is read
             run.backward(number)
