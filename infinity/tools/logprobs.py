@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from infinity.api import forward
-from infinity.config.extras import release_of
+from infinity.config.extras import installed, release_of
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.modules.reading.configuration import positions_of
@@ -190,15 +190,14 @@ def score_sequence(
 ) -> TokenScores:
     """Returns the scores of one sequence, of logits that are divided by `temperature`. Only tokens
     below `top_below` are among the likeliest. Runs in the sweep, or alone."""
-    from transformers import __version__ as transformers_release
-
     device = next(model.parameters()).device
     row, num_rows = torch.tensor([list(ids)], device=device), len(ids) - 1
     scored = partial(_scores, top_k=top_k, temperature=temperature, top_below=top_below)
     causal = causal_of(model)
-    # Before 5.23 transformers gave the state of the next layer where layers are chosen.
-    is_old = release_of(transformers_release) < (5, 23)
-    options = {"output_hidden_states": is_old or list(layers)} if layers else {}
+    options: dict[str, Any] = {}
+    if layers:  # Before 5.23 transformers gave the state of the next layer for a chosen one.
+        is_old = release_of(installed("transformers") or "") < (5, 23)
+        options["output_hidden_states"] = is_old or list(layers)
     at_once = rows_at_once(int(causal.config.get_text_config().vocab_size))
     if num_rows <= at_once or "logits_to_keep" not in inspect.signature(causal.forward).parameters:
         found = model(input_ids=row, use_cache=False, **options)
