@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from infinity.api import forward
-from infinity.config.extras import installed, release_of
+from infinity.config.extras import release_of
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.modules.reading.configuration import positions_of
@@ -195,8 +195,11 @@ def score_sequence(
     scored = partial(_scores, top_k=top_k, temperature=temperature, top_below=top_below)
     causal = causal_of(model)
     options: dict[str, Any] = {}
-    if layers:  # Before 5.23 transformers gave the state of the next layer for a chosen one.
-        is_old = release_of(installed("transformers") or "") < (5, 23)
+    if layers:
+        import transformers
+
+        # Before 5.23 it gave the state of the next layer for a chosen one.
+        is_old = release_of(transformers.__version__) < (5, 23)
         options["output_hidden_states"] = is_old or list(layers)
     at_once = rows_at_once(int(causal.config.get_text_config().vocab_size))
     if num_rows <= at_once or "logits_to_keep" not in inspect.signature(causal.forward).parameters:
