@@ -24,7 +24,7 @@ _LR, _WARMUP_STEPS, _COS_MIN_RATIO = 1e-3, 1000, 1e-4
 _MIN_BLOCK_NBYTES, _MAX_BLOCK_NBYTES = 64 * KIB, GIB
 _NEVER_STEPS = 1_000_000_000  # 2000000000 is a customary "never print".
 _TIER_OF_DEVICE = {"none": "device", "cpu": "host", "nvme": "nvme"}
-_SCHEDULE_OF_TYPE = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+SCHEDULE_OF_TYPE = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +260,9 @@ def _bias_correction(value: Any, _: Facts) -> Found:
 
 
 def _scheduler_type(value: Any, facts: Facts) -> Found:
-    schedule = _SCHEDULE_OF_TYPE.get(value) if isinstance(value, str) else None
+    schedule = SCHEDULE_OF_TYPE.get(value) if isinstance(value, str) else None
     if schedule is None:
-        known = ", ".join(_SCHEDULE_OF_TYPE)
+        known = ", ".join(SCHEDULE_OF_TYPE)
         return Outcome("refused", f"known are {known}; in a loop of your own use any of PyTorch's")
     settings: dict[str, Any] = {"train.schedule": schedule}
     if not facts.has("scheduler.params.warmup_num_steps"):

@@ -29,7 +29,7 @@ import infinity
 from infinity.checkpoint import weight_source
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.config import SwapConfig
-from infinity.config.deepspeed_keys import Facts
+from infinity.config.deepspeed_keys import SCHEDULE_OF_TYPE, Facts
 from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.config.source import read_source
 from infinity.errors import ConfigError
@@ -71,9 +71,6 @@ _SAID_TWICE = {
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
     "scheduler.params.warmup_num_steps": "warmup_steps",
-}  # fmt: skip
-_SCHEDULES = {
-    "WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
 }  # fmt: skip
 
 
@@ -266,8 +263,9 @@ def _take_schedule(args: Any) -> None:
                 'expected the same, or "auto" in the file'
             )
     kind = facts.get("scheduler.type")
-    if kind in _SCHEDULES:
-        args.lr_scheduler_type = _SCHEDULES[kind]
+    if kind in SCHEDULE_OF_TYPE:
+        schedule = SCHEDULE_OF_TYPE[kind]
+        args.lr_scheduler_type = "constant_with_warmup" if schedule == "constant" else schedule
         text = "args.deepspeed: %s is lr_scheduler_type=%r, with a linear warm-up"
         _log.warning(text, kind, args.lr_scheduler_type)
 
