@@ -243,18 +243,18 @@ def _denoising(asked: NewOptions) -> tuple[Wish, Draft]:
             f"{asked.directory}: for a pipeline of diffusers expected --data IMAGES, and none of "
             "--sweep, --experts, --ranks and --hardware"
         )
-    from infinity.config import JobConfig
+    from infinity.config import DataSource, JobConfig
     from infinity.tools.plan.data_facts import CAPTIONED, DataFacts
     from infinity.tools.plan.draft import draft
     from infinity.tools.training.denoising import Denoising
     from infinity.tools.training.latents import captioned_images
 
-    wish = _wish(asked, None, DataFacts(CAPTIONED, 1, 0, 0, is_exact=True))
-    config = JobConfig.of(draft(wish, None, spills=True).config)
-    Denoising(config)
-    count = len(captioned_images(config.data.paths))
-    wish = replace(wish, data=DataFacts(CAPTIONED, count, 0, 0, is_exact=True))
-    return wish, draft(wish, None, spills=True)
+    sources = [DataSource.model_validate(str(path.resolve())) for path in asked.data or ()]
+    count = len(captioned_images(sources))
+    wish = _wish(asked, None, DataFacts(CAPTIONED, count, 0, 0, is_exact=True))
+    found = draft(wish, None, spills=True)
+    Denoising(JobConfig.of(found.config))
+    return wish, found
 
 
 def _wish(asked: NewOptions, max_positions: int | None, data: DataFacts | None) -> Wish:

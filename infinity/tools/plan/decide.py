@@ -32,7 +32,7 @@ def decide(
     """Returns the machine, the first draft that fits it, and its forecast; if none fits, the last
     draft with its obstacles. Raises CapacityError if the state fits in no way."""
     first = settle(draft(wish, None, spills=bool(wish.swap)).config)
-    has_images = wish.data is not None and wish.data.noun == IMAGES
+    has_images = wish.noun == IMAGES
     model = model_for(first, directory.shape, directory.stored, has_images=has_images)
     machine = machine_of(first, model, directory)
     drives = directory.num_drives if directory.files and not wish.is_here else None

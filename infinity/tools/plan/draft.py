@@ -73,6 +73,11 @@ class Wish:
     sweep: tuple[Table, ...] = ()
 
     @property
+    def noun(self) -> str:
+        """The kind of the data, "" without any."""
+        return "" if self.data is None else self.data.noun
+
+    @property
     def program(self) -> str:
         """The program that the file is for."""
         if self.num_ranks == 1:
@@ -159,10 +164,10 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
             {"rank": rank, "alpha": 2.0 * chosen.get("rank", rank)} | chosen
             for chosen in wish.sweep
         ]
-    if wish.data is not None and wish.data.noun in _LOSSES:
+    if wish.noun in _LOSSES:
         del table["schedule"]
-        table["train"] |= {"method": "embed", "embed": {"loss": _LOSSES[wish.data.noun]}}
-    if wish.data is not None and wish.data.noun == CAPTIONED:
+        table["train"] |= {"method": "embed", "embed": {"loss": _LOSSES[wish.noun]}}
+    if wish.noun == CAPTIONED:
         table["train"] |= _DENOISING
         table["checkpoint"]["every"] = max(1, batch.steps // 10)  # No plan says how long they take.
         notes |= _OF_DENOISING
@@ -269,7 +274,7 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
     length, why_length = _length(wish)
     num_sequences = _num_sequences(wish.data, length)
     most_a_step = _SEQUENCES_A_STEP * wish.num_ranks
-    compares = wish.data is not None and wish.data.noun in _LOSSES  # The records of a batch.
+    compares = wish.noun in _LOSSES  # The records of a batch.
     least = 2 if compares else 1
     of_all = wish.sequences or min(
         most_a_step,
@@ -277,9 +282,8 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
     )
     wanted = max(1, of_all // wish.num_ranks)
     of_all = wanted * wish.num_ranks
-    micro = wanted if compares else min(wanted, _BATCH_TOKENS // length, num_sequences or wanted)
-    micro = 1 if wish.data is not None and wish.data.noun == CAPTIONED else micro
-    most = max(1, micro)
+    most = wanted if compares else min(wanted, _BATCH_TOKENS // length, num_sequences or wanted)
+    most = 1 if wish.noun == CAPTIONED else max(1, most)
     size = next(number for number in range(most, 0, -1) if wanted % number == 0)
     steps, why_steps = _STEPS_WITHOUT_DATA, "no data was given to count (infinity new --data)"
     if num_sequences is not None:
@@ -304,9 +308,9 @@ def _length(wish: Wish) -> tuple[int, str]:
     limit = wish.max_positions or _LONGEST
     if wish.length is not None:
         return wish.length, "tokens, as asked"
-    data = wish.data
-    if data is not None and data.noun == CAPTIONED:
+    if wish.noun == CAPTIONED:
         return _CAPTION_LENGTH, "tokens of a caption"
+    data = wish.data
     if data is None or not data.num_records:
         return min(_TEXT_LENGTH, limit), "tokens"
     longest = align_up(max(data.longest, 1), _LENGTH_STEP)
