@@ -9,7 +9,6 @@ once; the product of one expert is the same sum of `rank` terms.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -102,14 +101,14 @@ def read_changes(
     tied: dict[int, list[str]] = {}  # The names of each parameter.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
-    planned, wide = source.plan(model, strict=False), names_kept_wide(model)
+    planned = source.plan(model, strict=False)
     options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
     adapted = attach_adapter(model, [(options, 0)], source)
     layers = adapter_layers(adapted)
     for names in tied.values() if is_merged else ():
         if len(names) > 1:
             _refuse_tied(names, layers)
-    changes = _changes(adapted, layers, source, planned.groups, wide)
+    changes = _changes(adapted, layers, source, planned.groups)
     for name, parts in changes.items() if is_merged else ():
         for change in parts:
             _refuse_variant(name, change)
@@ -159,14 +158,10 @@ _STACKED = ".switch_mlp."
 
 
 def _changes(
-    adapted: Any,
-    layers: dict[str, list[Any]],
-    source: WeightSource,
-    groups: Any,
-    wide: re.Pattern[str] | None,
+    adapted: Any, layers: dict[str, list[Any]], source: WeightSource, groups: Any
 ) -> dict[str, list[Change]]:
     """Returns the changes of every tensor of the checkpoint, by its name."""
-    places = SourcePlaces(adapted.get_base_model())
+    places, wide = SourcePlaces(adapted.get_base_model()), names_kept_wide(adapted)
     found: dict[str, list[Change]] = {}
     left = set(layers)
     for planned in groups:
