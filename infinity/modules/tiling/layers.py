@@ -72,6 +72,7 @@ class Tiled(nn.Module):
 
     tiles: nn.ModuleList
     starts: tuple[int, ...]  # First row of every tile, then the number of rows.
+    limit_nbytes: int  # Of a tile; 0 where nothing limits it.
     tiled_params: dict[str, TiledParam]  # The tiled parameters by attribute.
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -120,7 +120,8 @@ class _TileEdit:
         for hook in self.hooks:
             hook.remove()
         del self.module._modules["tiles"]
-        del self.module.__dict__["starts"], self.module.__dict__["tiled_params"]
+        for name in ("starts", "limit_nbytes", "tiled_params"):
+            del self.module.__dict__[name]
         self.module.__class__ = self.kind  # type: ignore[assignment]
         self.module._parameters.clear()
         self.module._parameters.update(self.parameters)
@@ -193,8 +194,9 @@ class Tiling:
             if bias is not None and "bias" not in tiled_params:
                 tiled_params["bias"] = self._tiled(f"{name}.bias" if name else "bias", bias, starts)
             self._cuts.append(_cut_module(module, starts, tiled_params))
+            self._cuts[-1].module.limit_nbytes = limit_nbytes
             for tile in self._cuts[-1].module.tiles:
-                tile.__dict__.update(products=self._products, limit_nbytes=limit_nbytes)
+                tile.__dict__["products"] = self._products
 
     def _tiled(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
         tiled = TiledParam(name, starts, parameter, [])

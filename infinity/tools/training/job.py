@@ -82,7 +82,7 @@ class Job:
             "threads": torch.get_num_threads(),
             "ranks": self.rank.count,
             "tiles": sum(len(module.tiles) for module in tiled),
-            "tile": max((vars(module.tiles[0])["limit_nbytes"] for module in tiled), default=0),
+            "tile": max((module.limit_nbytes for module in tiled), default=0),
         }
 
 
