@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from infinity.streaming.weights.access_order import AccessOrder
-from infinity.streaming.weights.eviction import ByNextUse, Evictable, choose_neighbours, main_sizes
+from infinity.streaming.weights.eviction import (
+    ByNextUse,
+    Evictable,
+    choose_neighbours,
+    last_uses,
+    main_sizes,
+)
 from infinity.tiers.ranges import Range, RangeAllocator
 
 
@@ -32,18 +38,25 @@ class _Sum:
         self._used_nbytes = 0
         self.cached = ByNextUse(order, nbytes)
 
-    def admit(self, unit: int, kept: Collection[int], taken_nbytes: int) -> list[int]:
-        """Makes space for a unit that is not in the cache; returns the units that go."""
+    def admit(self, unit: int, kept: Sequence[Collection[int]], taken_nbytes: int) -> list[int]:
+        """Makes space for a unit that is not in the cache; returns the units that go: those outside
+        the first of `kept`, or else, of the next one."""
         gone = self.shrink(kept, taken_nbytes, self._nbytes[unit])
         self.cached.add(unit)
         self._used_nbytes += self._nbytes[unit]
         return gone
 
-    def shrink(self, kept: Collection[int], taken_nbytes: int, wanted_nbytes: int = 0) -> list[int]:
+    def shrink(
+        self, kept: Sequence[Collection[int]], taken_nbytes: int, wanted_nbytes: int = 0
+    ) -> list[int]:
         """Makes space beside something else of `taken_nbytes`; returns the units that go."""
         gone: list[int] = []
         while self._used_nbytes + wanted_nbytes > self._capacity_nbytes - taken_nbytes:
-            victim = self.cached.victim(lambda unit: unit not in kept, wanted_nbytes=wanted_nbytes)
+            victims = (
+                self.cached.victim(partial(_is_outside, spared), wanted_nbytes=wanted_nbytes)
+                for spared in kept
+            )
+            victim = next((unit for unit in victims if unit is not None), None)
             if victim is None:
                 break
             self.drop(victim)
@@ -59,6 +72,10 @@ class _Sum:
         return frozenset(self.cached)
 
 
+def _is_outside(kept: Collection[int], unit: int) -> bool:
+    return unit not in kept
+
+
 class _Arena:
     """A cache in one range of memory, with the allocator and the choice of the engine: what does
     not fit between its holes is not there. Reads ahead are not in it, because they cost no bytes
@@ -71,24 +88,25 @@ class _Arena:
         self._main_sizes = main_sizes(nbytes)  # Units that are not stored are far smaller.
         self.cached: dict[int, Range | None] = {}  # None: too large, and there until the next one.
 
-    def admit(self, unit: int, kept: Collection[int], taken_nbytes: int) -> list[int]:
+    def admit(self, unit: int, kept: Sequence[Collection[int]], taken_nbytes: int) -> list[int]:
         """As of `_Sum`. A unit that finds no space is there until the next one comes."""
         gone = [
-            other for other, place in self.cached.items() if place is None and other not in kept
+            other for other, place in self.cached.items() if place is None and other not in kept[-1]
         ]
         for other in gone:
             self.drop(other)
-        taken = self._place(taken_nbytes, kept, gone) if taken_nbytes else None
-        place = self._place(self._nbytes[unit], kept, gone)
+        taken = self._place(taken_nbytes, kept[-1], gone) if taken_nbytes else None
+        places = (self._place(self._nbytes[unit], spared, gone) for spared in kept)
+        place = next((place for place in places if place is not None), None)
         self.cached[unit] = place
         if taken is not None:
             self._ranges.free(taken)
         return gone
 
-    def shrink(self, kept: Collection[int], taken_nbytes: int) -> list[int]:
+    def shrink(self, kept: Sequence[Collection[int]], taken_nbytes: int) -> list[int]:
         """As of `_Sum`."""
         gone: list[int] = []
-        taken = self._place(taken_nbytes, kept, gone) if taken_nbytes else None
+        taken = self._place(taken_nbytes, kept[-1], gone) if taken_nbytes else None
         if taken is not None:
             self._ranges.free(taken)
         return gone
@@ -135,6 +153,7 @@ def visits(
     skipped: frozenset[int] = frozenset(),
     taken_nbytes: tuple[int, ...] | None = None,
     held: tuple[tuple[int, ...], ...] | None = None,
+    in_turns: bool = False,
     is_arena: bool = False,
 ) -> tuple[Visit, ...]:
     """Returns the uses of `num_passes` rounds of `order`, with a cache that evicts the unit whose
@@ -144,10 +163,11 @@ def visits(
     `stale`, the first use of a unit in `changing` misses even if the unit is in the cache. A unit
     larger than the cache takes all of it. Visits in `skipped` (indexes) bypass the cache.
     `taken_nbytes` gives, by use of a round, the bytes of the cache that something else occupies.
-    Units of `held` are not evicted. With `is_arena` each unit has one range of the cache, as stored
-    weights have in host memory. The order is known from the first pass on, as in a run after
-    its first step. The last results are remembered: what a faster machine would do asks again. So
-    all arguments are hashable.
+    Units of `held` are not evicted, and with `in_turns` those of the last uses only if no others
+    may. With `is_arena` each unit has one range of the cache, as stored weights have in host
+    memory. The order is known from the first pass on, as in a run after its first step. The last
+    results are remembered: what a faster machine would do asks again. So all arguments are
+    hashable.
     """
     taken_nbytes = taken_nbytes or (0,) * len(order)
     held = held or ((),) * len(order)
@@ -180,8 +200,12 @@ def visits(
             fresh.add(unit)
             is_skipped = len(found) in skipped and not is_cached
             is_hit = nbytes[unit] == 0 or is_cached or is_skipped
-            kept, taken = (unit, *held[place]), taken_nbytes[place]
-            gone = cache.shrink(kept, taken) if is_hit else cache.admit(unit, kept, taken)
+            kept: list[Collection[int]] = [(unit, *held[place])]
+            if in_turns:  # See streaming/weights/eviction.py, Note [Two in turns].
+                before = (order[place - back] for back in range(1, length))
+                kept.insert(0, {*kept[0], *last_uses(before, nbytes, nbytes[unit])})
+            taken = taken_nbytes[place]
+            gone = cache.shrink(kept[-1:], taken) if is_hit else cache.admit(unit, kept, taken)
             found.append(Visit(unit, is_hit, tuple(last_visits[other] for other in gone)))
             last_visits[unit] = len(found) - 1
     return tuple(found)

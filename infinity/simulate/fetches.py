@@ -90,12 +90,14 @@ class Fetches:
             device = visits(
                 order, away, job.device_cache_nbytes,
                 num_passes=passes, stale=first_passes, changing=changing, held=held,
+                in_turns=job.reads_ahead,
             )  # fmt: skip
             skipped = frozenset(i for i, visit in enumerate(device) if visit.is_hit)
         host = visits(
             order, travelling, job.weights_cache_nbytes,
             num_passes=passes, skipped=skipped, taken_nbytes=taken_nbytes,
             held=held_on_host, stale=first_passes if outdated else (), changing=outdated,
+            in_turns=job.reads_ahead and not job.shares_host_memory and bool(stored),
             is_arena=bool(stored),
         )  # fmt: skip
         return host, device

@@ -141,6 +141,31 @@ def test_a_sweep_there_and_back_over_stored_units_saves_what_is_kept(
     assert moved <= least + 2 * ((attention << 12) + max(nbytes))
 
 
+@pytest.mark.parametrize("is_arena", [False, True])
+@given(layers=st.integers(2, 12), tiles=st.integers(1, 3), kept=st.integers(2, 20))
+@settings(max_examples=40)
+def test_in_sweeps_without_a_backward_no_unit_goes_while_the_next_one_is_used(
+    is_arena: bool, layers: int, tiles: int, kept: int
+) -> None:
+    """Of blocks with larger tiles. It costs one tile of those that are kept, so at most two reads."""
+    nbytes = tuple([1 << 12, *[40 << 12] * tiles] * layers)
+    order = tuple(range(len(nbytes)))
+    capacity_nbytes = kept * (40 << 12) + layers * (1 << 12)
+
+    def sweep(in_turns: bool) -> tuple[list[simulated.Visit], int]:
+        found = visits(
+            order, nbytes, capacity_nbytes, num_passes=6, is_arena=is_arena, in_turns=in_turns
+        )[-len(order) :]
+        return found, sum(nbytes[visit.unit] for visit in found if not visit.is_hit)
+
+    (found, moved_nbytes), (_, least_nbytes) = sweep(True), sweep(False)
+    start = 5 * len(order)
+    for place, visit in enumerate(found):
+        last = start + place - (2 if place % (1 + tiles) == 1 else 1)
+        assert nbytes[visit.unit] < 40 << 12 or last not in visit.evicts
+    assert moved_nbytes <= least_nbytes + 2 * (41 << 12)
+
+
 @given(data=st.data(), order=orders, is_arena=st.booleans(), num_passes=st.integers(1, 8))
 @settings(max_examples=150)
 def test_passes_that_repeat_are_those_of_a_cache_that_goes_on(
@@ -158,6 +183,7 @@ def test_passes_that_repeat_are_those_of_a_cache_that_goes_on(
         ),
         "taken_nbytes": tuple(data.draw(st.integers(0, 2)) << 12 for _ in a_round),
         "held": tuple(tuple(data.draw(st.lists(units, max_size=1))) for _ in a_round),
+        "in_turns": data.draw(st.booleans()),
     }
     capacity_nbytes = data.draw(st.integers(0, sum(nbytes)))
 

@@ -25,6 +25,15 @@ Note [Reads ahead]
   would stay and another be read again. (Cao et al., "A study of integrated prefetching and caching
   strategies", 1995, call the two rules conservative and aggressive.) While the unit that should go
   is needed before, and no block comes or goes, the answer is the same and is not computed again.
+
+Note [Two in turns]
+  In sweeps without a backward the unit whose next use is furthest away is always the last one, and
+  its bytes are on their way to the device while the next unit is read. If it went for that unit,
+  one block would be read, copied and read again, and drives and link would wait for each other. So
+  beside a device a read ahead takes a block of the `last_uses` only if no others may go. It costs
+  one unit of those that are kept: from then on two blocks take turns. In a sweep there and back it
+  costs nothing, because there the last units are furthest away only where all others are needed
+  before.
 """
 
 from __future__ import annotations
@@ -182,6 +191,17 @@ def main_sizes(nbytes: Iterable[int]) -> tuple[int, int]:
         if found > most_nbytes:
             best, most_nbytes = (least, largest), found
     return best
+
+
+def last_uses(before: Iterable[int], nbytes: Sequence[int], wanted_nbytes: int) -> tuple[int, ...]:
+    """Returns the first units of `before`, the uses from now back, up to one that would make the
+    wanted space: a tile, and what its block and an adapter have used since."""
+    last: list[int] = []
+    for unit in before:
+        last.append(unit)
+        if MOST_WASTED * nbytes[unit] >= wanted_nbytes:
+            break
+    return tuple(last)
 
 
 def choose_neighbours(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from infinity.errors import CapacityError
 from infinity.state.budgets import Budgets
 from infinity.streaming.weights.access_order import NEVER
-from infinity.streaming.weights.eviction import Evictable, choose_neighbours
+from infinity.streaming.weights.eviction import Evictable, choose_neighbours, last_uses
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.state import Weights, WeightState
 from infinity.tiers.host import Block
@@ -274,9 +274,26 @@ class WeightSpace:
                 self._pool.free_nbytes,
             )
             return False  # See eviction.py, Note [Reads ahead].
+        if nearer_than is not None:
+            chosen = self._others(chosen, blocks, wanted_nbytes, limit)
         for block in chosen:
             self._free(block.unit, is_decoded=block.is_decoded)
         return bool(chosen)
+
+    def _others(
+        self, chosen: list[Evictable], blocks: Sequence[Evictable], wanted_nbytes: int, limit: int
+    ) -> list[Evictable]:
+        """Returns blocks that go instead of `chosen` if one of these is of the last uses; see
+        eviction.py, Note [Two in turns]. `chosen` if no others make the space."""
+        order = self._order
+        before = map(order.unit_at, range(order.now - 1, order.now - len(order.order), -1))
+        last = last_uses(before, self._moves.nbytes, wanted_nbytes)
+        if self._device.shares_host_memory or not any(block.unit in last for block in chosen):
+            return chosen
+        older = [block for block in blocks if block.unit not in last]
+        others = choose_neighbours(older, self._pool.holes(), wanted_nbytes)
+        is_needed = any(order.distance(block.unit) <= limit for block in others)
+        return chosen if is_needed or not others else others
 
     def _is_refused(self, unit: int) -> bool:
         """Whether the last refusal still holds, at the cost of the few units it names: the model
