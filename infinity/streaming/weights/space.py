@@ -176,7 +176,7 @@ class WeightSpace:
         label = f"parameters of {unit.name}"
         at_top = self._moves.is_at_top(unit)
         while (block := self._pool.try_allocate(nbytes, label, at_top=at_top)) is None:
-            if self._pool.is_tight or only_free or not self._make_space(nbytes, unit.index):
+            if self._pool.is_tight or only_free or not self.free_kept(nbytes, unit.index):
                 return None
         return block
 
@@ -214,21 +214,17 @@ class WeightSpace:
         self._moves.evict(self._weights[victim])
         return True
 
-    def free_kept(self, wanted_nbytes: int) -> bool:
-        """As `reclaim`, of a block that no all-gather is fed from: one of weights that are kept for
-        later, after their own transfer."""
-        return self._make_space(wanted_nbytes) or self._free_one(wanted_nbytes)
-
     def give_up_zone(self) -> bool:
         """Frees host memory that is for decoded weights alone. Called by the pool when nobody else
         has space to free. Returns whether there was any."""
         return self._moves.decoding.give_up_zone()
 
-    def _make_space(self, wanted_nbytes: int, nearer_than: int | None = None) -> bool:
-        """Frees what makes the wanted space, or, where all weights are blocks of similar sizes, one
-        block. Returns whether something was freed."""
-        make = self._free_neighbours if self._has_stored else self._free_one
-        return make(wanted_nbytes, nearer_than)
+    def free_kept(self, wanted_nbytes: int, nearer_than: int | None = None) -> bool:
+        """Frees weights that are kept for later, after their own transfer, and that no all-gather
+        is fed from: what makes the wanted space, or, of units of similar sizes, one block. Returns
+        whether something was freed."""
+        free = self._free_neighbours if self._has_stored else self._free_one
+        return free(wanted_nbytes, nearer_than)
 
     def _free_one(self, wanted_nbytes: int, nearer_than: int | None = None) -> bool:
         """Frees a block, of a unit that is used later than `nearer_than`. Returns whether there was
@@ -236,24 +232,18 @@ class WeightSpace:
         victim = self._moves.in_blocks.victim(
             self._is_evictable, nearer_than=nearer_than, wanted_nbytes=wanted_nbytes
         )
-        decoded = None
-        if self._has_stored:
-            decoded = self._moves.on_device.victim(self._is_droppable, nearer_than=nearer_than)
-        distance, is_decoded = self._order.distance, False
-        if decoded is not None and decoded != victim:
-            is_decoded = victim is None or distance(decoded) >= distance(victim)
-        freed = decoded if is_decoded else victim
-        if freed is not None:
-            self._free(freed, is_decoded=is_decoded)
-        return freed is not None
+        if victim is not None:
+            self._moves.evict(self._weights[victim])
+        return victim is not None
 
     def _there(self) -> list[int]:
         """The units with a block that is not at rest, or with device memory."""
         return sorted({*self._moves.in_blocks, *self._moves.on_device})
 
     def _free_neighbours(self, wanted_nbytes: int, nearer_than: int | None = None) -> bool:
-        """Frees neighbouring blocks, of units that are used later than `nearer_than`, which make
-        the wanted space. Returns whether there were some; else nothing is freed."""
+        """Frees neighbouring blocks that make the wanted space, or else one, whose use is furthest
+        away; with `nearer_than` those that make it alone, of units that are used later. Returns
+        whether something was freed."""
         if nearer_than is not None and self._is_refused(nearer_than):
             return False
         order = self._order
@@ -276,6 +266,8 @@ class WeightSpace:
             return False  # See eviction.py, Note [Reads ahead].
         if nearer_than is not None:
             chosen = self._others(chosen, blocks, wanted_nbytes, limit)
+        elif blocks and not chosen:
+            chosen = [max(blocks, key=lambda block: block.distance)]
         for block in chosen:
             self._free(block.unit, is_decoded=block.is_decoded)
         return bool(chosen)
