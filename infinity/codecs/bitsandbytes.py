@@ -44,7 +44,8 @@ def bitsandbytes_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
         kind = "8 bits"
     if kind not in (*_KINDS, "8 bits"):
         raise no_codec(where, f"bitsandbytes as {kind!r}", "'nf4', 'fp4' and 8 bits")
-    return _find
+    form = "nf4" if quantization.get("bnb_4bit_use_double_quant") else "nf4-single"
+    return Scheme(_find, [] if kind == "8 bits" else [("*", form)])
 
 
 def _find(found: FoundTensors) -> None:

@@ -7,7 +7,7 @@ Source: compressed-tensors `quantization/quant_args.py`, `quantization/quant_con
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import torch
 
 from infinity.codecs.affine import AffineGroups
 from infinity.codecs.floating import MXFP8, PER_ROW, PER_TENSOR, add_fp4, add_fp8
-from infinity.codecs.found import FoundTensors, no_codec
+from infinity.codecs.found import FoundTensors, Scheme, no_codec
 from infinity.codecs.grouped import check_order
 from infinity.codecs.packing import WORD_BITS, packed_shape
 from infinity.codecs.rounding import FLOAT_DTYPES
@@ -56,35 +56,43 @@ class _Group:
         zeros = "" if self.is_symmetric else " with zero points"
         return f"{self.bits} bits in groups of {self.size or 'full rows'}{zeros}"
 
+    @property
+    def format(self) -> str:
+        """As `Scheme.formats` has it."""
+        if self.kind == "fp8":
+            rows, columns = self.block
+            return f"fp8-{rows}x{columns}-{'u8' if self.block == MXFP8 else 'bf16'}"
+        if self.kind in ("mxfp4", "nvfp4"):
+            return self.kind
+        return f"int{self.bits}-g{self.size or -1}{'' if self.is_symmetric else '-zeros'}"
+
+
+def compressed_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
+    """Returns the scheme of compressed-tensors. Raises ConfigError."""
+    groups = quantization.get("config_groups")
+    if not groups:
+        raise ConfigError(f"{where}: expected config_groups of compressed-tensors, got none")
+    for key in ("sparsity_config", "transform_config"):
+        table = quantization.get(key)
+        if table and table.get("format") != "dense":
+            raise ConfigError(f"{where}: no codec knows {key} of compressed-tensors: {table}")
+    found: list[_Group] = []
+    formats: list[tuple[str, str]] = []
+    for name, group in groups.items():
+        table, form = group or {}, ""
+        if table.get("weights") is not None:
+            found.append(_parse_group(name, table, quantization.get("format"), where))
+            form = found[-1].format
+        formats += [(target, form) for target in table.get("targets") or ["Linear"]]
+    classes = [("*", form) for target, form in formats if target == "Linear"]
+    return Scheme(CompressedScheme(found), [*formats, *classes])
+
 
 class CompressedScheme:
     """`weight_packed` or F8_E4M3 `weight`, `weight_scale`, and for packed codes `weight_shape`."""
 
-    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
-        groups = quantization.get("config_groups")
-        if not isinstance(groups, dict) or not groups:
-            raise ConfigError(f"{where}: expected config_groups of compressed-tensors, got none")
-        for key in ("sparsity_config", "transform_config"):
-            table = quantization.get(key)
-            if table and not (isinstance(table, dict) and table.get("format") == "dense"):
-                raise ConfigError(f"{where}: no codec knows {key} of compressed-tensors: {table}")
-        default = quantization.get("format")
-        self._groups = [
-            _parse_group(name, group, default, where)
-            for name, group in groups.items()
-            if not isinstance(group, dict) or group.get("weights") is not None
-        ]
-
-    @property
-    def format(self) -> str:
-        """As `GroupedScheme.format`, of the first group."""
-        group = self._groups[0]
-        if group.kind == "fp8":
-            rows, columns = group.block
-            return f"fp8-{rows}x{columns}-{'u8' if group.block == MXFP8 else 'bf16'}"
-        if group.kind in ("mxfp4", "nvfp4"):
-            return group.kind
-        return f"int{group.bits}-g{group.size or -1}{'' if group.is_symmetric else '-zeros'}"
+    def __init__(self, groups: Sequence[_Group]) -> None:
+        self._groups = groups
 
     def __call__(self, found: FoundTensors) -> None:
         """Finds the weights; see `Scheme`."""
@@ -163,18 +171,15 @@ def _columns_of(found: FoundTensors, name: str, packed: int, bits: int, layout: 
     return max(0, int(lengths[-1])) if lengths.numel() else 0
 
 
-def _parse_group(name: str, group: Any, default: Any, where: str) -> _Group:
+def _parse_group(name: str, group: Mapping[str, Any], default: Any, where: str) -> _Group:
     """Returns a group of config_groups. Raises ConfigError for one that no codec knows."""
-    weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict):
-        raise ConfigError(f"{where}: {name} of config_groups is no table with weights: {group!r}")
-    form = group.get("format") or default
+    weights, form = group["weights"], group.get("format") or default
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     told = f"format={form!r}, {bits} bits, type={kind!r}, strategy={strategy!r}, group_size={size}"
     is_symmetric = bool(weights.get("symmetric", True))
-    is_grouped = strategy in ("group", None) and isinstance(size, int) and size > 0
-    if kind == "int" and isinstance(bits, int) and (is_grouped or strategy == "channel"):
+    is_grouped = strategy in ("group", None) and (size or 0) > 0
+    if kind == "int" and (is_grouped or strategy == "channel"):
         own = int(size or 0) if is_grouped else 0
         if form == "pack-quantized" and bits in range(2, 9):
             return _Group("int", own, bits=bits, is_symmetric=is_symmetric)
@@ -201,7 +206,7 @@ def _fp8_block(strategy: Any, structure: Any, size: Any) -> tuple[int, int] | No
         return PER_ROW
     if strategy == "group" and isinstance(size, int) and size > 0:
         return 1, size
-    if isinstance(structure, str) and re.fullmatch(r"\d+x\d+", structure):
+    if isinstance(structure, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", structure):
         structure = [int(size) for size in structure.split("x")]
     is_pair = isinstance(structure, list) and len(structure) == 2
     if strategy == "block" and is_pair and all(isinstance(n, int) and n > 0 for n in structure):

@@ -10,23 +10,27 @@ docs/formats/quantized.md has the formats.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from infinity.codecs.bitsandbytes import bitsandbytes_scheme
-from infinity.codecs.compressed import CompressedScheme
+from infinity.codecs.compressed import compressed_scheme
 from infinity.codecs.floating import (
     MXFP8,
+    PER_COLUMN,
+    PER_ROW,
+    ROUTED,
     FloatScheme,
-    fbgemm_scheme,
     find_mxfp4,
     fp8_scheme,
     modelopt_scheme,
     quark_scheme,
 )
 from infinity.codecs.found import FoundTensors, Headers, LogicalTensor, Scheme
-from infinity.codecs.grouped import GroupedScheme, MlxScheme, find_gguf, find_hqq
+from infinity.codecs.grouped import find_gguf, find_hqq, grouped_scheme, mlx_scheme
 from infinity.errors import ConfigError
 
 _OF_MLX = "quantization"
@@ -99,7 +103,7 @@ def logical_tensors(
     found = FoundTensors(headers, where, read)
     quantization = quantization_of(config, where)
     if quantization is not None:
-        scheme_of(quantization, where, headers)(found)
+        scheme_of(quantization, where, headers).find(found)
         if found.put_aside(_ACTIVATION_SUFFIXES):
             _say_ignored(where)
     else:
@@ -120,22 +124,82 @@ def _refuse_untold_codes(found: FoundTensors) -> None:
 
 _SCHEMES: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "fp8": fp8_scheme,
-    "mxfp8": lambda *_: FloatScheme((MXFP8,)),
-    "fbgemm_fp8": fbgemm_scheme,
+    "mxfp8": lambda *_: Scheme(FloatScheme((MXFP8,)), [("*", "fp8-1x32-u8")]),
+    # Its packed experts are transposed: a scale per column.
+    "fbgemm_fp8": lambda *_: Scheme(FloatScheme((PER_ROW, PER_COLUMN)), [("*", "fp8-1x0")]),
     "modelopt": modelopt_scheme,
     "modelopt_fp4": modelopt_scheme,
     "quark": quark_scheme,
-    "mxfp4": lambda *_: find_mxfp4,
-    "compressed-tensors": CompressedScheme,
-    "gptq": GroupedScheme,
-    "awq": GroupedScheme,
-    "auto-round": GroupedScheme,
+    "mxfp4": lambda *_: Scheme(find_mxfp4, [(ROUTED, "mxfp4")]),
+    "compressed-tensors": compressed_scheme,
+    "gptq": grouped_scheme,
+    "awq": grouped_scheme,
+    "auto-round": grouped_scheme,
     "bitsandbytes": bitsandbytes_scheme,
-    "gguf": lambda *_: find_gguf,
-    "mlx": MlxScheme,
-    "metal": MlxScheme,
-    "hqq": lambda *_: find_hqq,
+    "gguf": lambda *_: Scheme(find_gguf),
+    "mlx": mlx_scheme,
+    "metal": mlx_scheme,
+    "hqq": lambda *_: Scheme(find_hqq),
 }
+# Lists of modules that are numbers; and such modules outside of blocks, where no list says so.
+_LEFT_OUT = (
+    "ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers",
+    "exclude_modules", "exclude",
+)  # fmt: skip
+_OUTSIDE: Mapping[str, Sequence[str]] = {"mlx": (), "compressed-tensors": ("embed_tokens",)}
+
+
+def _is_list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(isinstance(one, kind) for one in value)
+
+
+# Of a table of quantisation what each key has to be, if it is there and not null. "*" is any key.
+KINDS: Sequence[tuple[str, Callable[[Any], bool], str]] = (
+    ("a table", lambda value: isinstance(value, dict), """
+        quantized_layers layer_quant_config layer_quant_config.* global_quant_config export
+        config_groups config_groups.* config_groups.*.weights sparsity_config transform_config
+        dynamic dynamic.* extra_config extra_config.*"""),
+    ("a table or a list of tables", lambda v: isinstance(v, dict) or _is_list_of(dict)(v), """
+        algo_config global_quant_config.weight layer_quant_config.*.weight"""),
+    ("a table or a text", lambda value: isinstance(value, dict | str), "quantized_layers.*"),
+    ("a list of texts", _is_list_of(str), f"{' '.join(_LEFT_OUT)} config_groups.*.targets"),
+    ("a text", lambda value: isinstance(value, str), """
+        quant_method quant_algo quantized_layers.*.quant_algo checkpoint_format packing_format
+        format config_groups.*.format global_quant_config.weight.dtype
+        layer_quant_config.*.weight.dtype"""),
+    ("an integer", lambda value: type(value) is int and abs(value) < 2**31, """
+        bits group_size *.bits *.group_size dynamic.*.bits dynamic.*.group_size
+        extra_config.*.bits extra_config.*.group_size config_groups.*.weights.num_bits
+        config_groups.*.weights.group_size global_quant_config.weight.group_size
+        layer_quant_config.*.weight.group_size"""),
+)  # fmt: skip
+
+
+def _check_kinds(quantization: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for a value of another kind than every writer gives."""
+    for expected, is_kind, paths in KINDS:
+        for path in paths.split():
+            for key, value in _values_at(quantization, *path.split(".")):
+                if value is not None and not is_kind(value):
+                    raise ConfigError(
+                        f"{where}: expected {expected} as {key} of its quantization, got "
+                        f"{reprlib.repr(value)}"
+                    )
+
+
+def _values_at(table: Any, key: str, *rest: str) -> Iterator[tuple[str, Any]]:
+    """Yields values with their keys. Entries of a list are asked in turn."""
+    if isinstance(table, list):
+        found = [(str(at), _values_at(entry, key, *rest)) for at, entry in enumerate(table)]
+    else:
+        entries = table if isinstance(table, dict) else {}
+        names = entries if key == "*" else {key} & entries.keys()
+        if not rest:
+            yield from ((name, entries[name]) for name in names)
+            return
+        found = [(name, _values_at(entries[name], *rest)) for name in names]
+    for name, inner in found:
+        yield from ((f"{name}.{key}", value) for key, value in inner)
 
 
 def scheme_of(
@@ -145,18 +209,23 @@ def scheme_of(
     of the tensors that is not stored as numbers."""
     method = method_of(quantization)
     try:
-        if str(method) in _SCHEMES:
-            return _SCHEMES[str(method)](quantization, where)
-        raise ConfigError(
-            f"{where}: its weights are quantized with quant_method={method!r}; codecs exist for "
-            f"{', '.join(_SCHEMES)}. Use a checkpoint in one of those, or the bfloat16 one of the "
-            "model, of which `infinity quantize` makes a smaller one"
-        )
+        _check_kinds(quantization, where)
+        if str(method) not in _SCHEMES:
+            raise ConfigError(
+                f"{where}: its weights are quantized with quant_method={method!r}; codecs exist "
+                f"for {', '.join(_SCHEMES)}. Use a checkpoint in one of those, or the bfloat16 one "
+                "of the model, of which `infinity quantize` makes a smaller one"
+            )
+        scheme = _SCHEMES[str(method)](quantization, where)
     except ConfigError as error:
         for name, (dtype, _) in (headers or {}).items():
             if dtype not in _WIDE:
                 raise ConfigError(f"{error}. The first such tensor is {name!r} ({dtype})") from None
         raise
+    left_out = list(_OUTSIDE.get(str(method), ("embed_tokens", "lm_head")))
+    left_out += [pattern for key in _LEFT_OUT for pattern in quantization.get(key) or ()]
+    numbers = [(pattern, "") for pattern in left_out] if scheme.formats else []
+    return replace(scheme, formats=[*numbers, *scheme.formats])
 
 
 def method_of(quantization: Mapping[str, Any]) -> str | None:

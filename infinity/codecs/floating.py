@@ -15,12 +15,14 @@ from typing import Any
 from infinity.bounded import MalformedError, integer, list_of
 from infinity.codecs.affine import AffineGroups
 from infinity.codecs.floats import MX_BLOCK, NVFP4_BLOCK, FloatBlocks, mxfp4, nvfp4
-from infinity.codecs.found import FoundTensors, no_codec
+from infinity.codecs.found import FoundTensors, Scheme, no_codec
 from infinity.codecs.part import Shape, StoredPart
 from infinity.codecs.rounding import FLOAT_DTYPES
 from infinity.errors import ConfigError
 
 Block = tuple[int, int]  # See `FloatBlocks.block`.
+
+ROUTED = r"re:.*\bexperts\."  # A pattern of modules.
 
 PER_TENSOR, PER_ROW, PER_COLUMN, MXFP8 = (0, 0), (1, 0), (0, 1), (1, MX_BLOCK)
 _MODELOPT_BLOCKS = (PER_TENSOR, PER_ROW, (128, 128), MXFP8)
@@ -30,8 +32,8 @@ _MODELOPT_ALGORITHMS = (
 )  # fmt: skip
 # By a word of an algorithm of modelopt, or of a table of quark.
 _FORMATS = {
-    "nvfp4": "nvfp4", "mxfp8": "fp8-1x32-u8", "pb_wo": "fp8-128x128", "per_channel": "fp8-1x0",
-    "fp4": "mxfp4",
+    "w4a8_nvfp4": "nvfp4-g32", "nvfp4": "nvfp4", "mxfp8": "fp8-1x32-u8", "pb_wo": "fp8-128x128",
+    "per_channel": "fp8-1x0", "fp4": "mxfp4",
 }  # fmt: skip
 _FP8_SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _POWERS = ("F8_E8M0", "U8")
@@ -54,25 +56,9 @@ class FloatScheme:
     `.scale` and `.qscale_weight` in place of `.weight` are other names of scales.
     """
 
-    def __init__(
-        self, blocks: Sequence[Block], groups: Mapping[str, int] = {}, told: object = ""
-    ) -> None:
-        """blocks: those that FP8 codes may have; groups: of INT4 in a layout of quark; told: what
-        a configuration says of most weights."""
-        self._blocks, self._groups = tuple(blocks), groups or {}
-        self._told = str(told or "").lower()
-
-    @property
-    def format(self) -> str:
-        """As `GroupedScheme.format`; of several blocks that nothing is told of, the first."""
-        for group in self._groups.values():
-            if not self._told or "int4" in self._told:  # Else it is of some modules.
-                return f"quark-int4-g{group}"
-        for word, name in _FORMATS.items():
-            if word in self._told:
-                return name
-        rows, columns = self._blocks[0]
-        return f"fp8-{rows}x{columns}{'-u8' * (self._blocks[0] == MXFP8)}"
+    def __init__(self, blocks: Sequence[Block], groups: Mapping[str, int] = {}) -> None:
+        """blocks: those that FP8 codes may have; groups: of INT4 in a layout of quark."""
+        self._blocks, self._groups = tuple(blocks), groups
 
     def __call__(self, found: FoundTensors) -> None:
         """Finds the weights; see `Scheme`."""
@@ -189,67 +175,72 @@ def find_mxfp4(found: FoundTensors) -> None:
 # -- What the configurations of writers say --------------------------------------------------------
 
 
-def fp8_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
+def fp8_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
     """Returns the scheme of `quant_method` fp8. Raises ConfigError."""
     if quantization.get("fmt") not in (None, "e4m3"):
         raise ConfigError(f"{where}: expected FP8 of fmt='e4m3', got {quantization['fmt']!r}")
     block = quantization.get("weight_block_size")
-    return FloatScheme((PER_TENSOR, PER_ROW) if block is None else (_two_sizes(block, where),))
+    blocks = [PER_TENSOR, PER_ROW] if block is None else [_two_sizes(block, where)]
+    formats = [("*", "fp8-{}x{}".format(*blocks[0]))]
+    if quantization.get("expert_dtype") == "fp4":
+        formats.insert(0, (ROUTED, "mxfp4"))
+    return Scheme(FloatScheme(blocks), formats)
 
 
-def fbgemm_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
-    """Returns the scheme of fbgemm, whose packed experts are transposed: a scale per column."""
-    del quantization, where
-    return FloatScheme((PER_ROW, PER_COLUMN))
-
-
-def modelopt_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
+def modelopt_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
     """Returns the scheme of modelopt. Raises ConfigError for an algorithm that no codec knows."""
-    layers = quantization.get("quantized_layers") or {}
-    tables = [quantization, *(layers.values() if isinstance(layers, Mapping) else ())]
-    for table in tables:
-        algorithm = table.get("quant_algo") if isinstance(table, Mapping) else table
-        if algorithm is not None and str(algorithm).upper() not in _MODELOPT_ALGORITHMS:
+    formats = []
+    for name, own in {"*": quantization, **(quantization.get("quantized_layers") or {})}.items():
+        algorithm = own if isinstance(own, str) else (own or {}).get("quant_algo")
+        if algorithm is not None and algorithm.upper() not in _MODELOPT_ALGORITHMS:
             raise no_codec(where, f"modelopt as {algorithm!r}", ", ".join(_MODELOPT_ALGORITHMS))
+        formats.append((name, _format_of(algorithm) if algorithm else ""))
     size = quantization.get("group_size")
     sizes = NVFP4_BLOCK, MX_BLOCK
     if "NVFP4" in str(quantization.get("quant_algo")) and size not in (None, *sizes):
         raise ConfigError(f"{where}: expected NVFP4 in groups of 16 or 32, got {size!r}")
-    return FloatScheme(_MODELOPT_BLOCKS, told=quantization.get("quant_algo"))
+    # Where modules are named, others are numbers.
+    return Scheme(FloatScheme(_MODELOPT_BLOCKS), formats[1:] or formats)
 
 
-def quark_scheme(quantization: Mapping[str, Any], where: str) -> FloatScheme:
+def quark_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
     """Returns the scheme of quark. Raises ConfigError for a dtype that no codec knows."""
-    of_layers = quantization.get("layer_quant_config") or {}
-    tables = [quantization.get("global_quant_config"), *dict(of_layers).values()]
+    tables = dict(quantization.get("layer_quant_config") or {})
+    tables["*"] = quantization.get("global_quant_config")  # The last one.
     groups: dict[str, int] = {}
-    for table in tables:
-        weight = table.get("weight") if isinstance(table, Mapping) else None
-        for spec in weight if isinstance(weight, list) else [weight]:
-            told = spec if isinstance(spec, Mapping) else {}
+    formats = []
+    for pattern, table in tables.items():
+        weight = (table or {}).get("weight") or ()
+        form = _format_of(weight) if weight else ""
+        for told in [weight] if isinstance(weight, Mapping) else weight:
             dtype, scheme, size = (told.get(key) for key in ("dtype", "qscheme", "group_size"))
             if told.get("scale_format") == "e5m3":  # Bytes, as powers of two are.
                 dtype = f"{dtype} with scales in e5m3"
-            if dtype in _INT4_OF_QUARK and scheme == "per_group" and isinstance(size, int):
-                groups[_INT4_OF_QUARK[dtype]] = size
+            if dtype in _INT4_OF_QUARK and scheme == "per_group" and size is not None:
+                groups[_INT4_OF_QUARK[dtype]], form = size, f"quark-int4-g{size}"
             elif dtype not in (None, "fp8_e4m3", "fp4", "mxfp4"):
                 known = "fp8_e4m3, fp4 (MXFP4), and int4 and uint4 per_group"
                 raise no_codec(where, f"quark as {dtype!r} ({scheme})", known)
+        formats.append((pattern, form))
     algorithms = quantization.get("algo_config") or ()
     for algorithm in [algorithms] if isinstance(algorithms, Mapping) else algorithms:
         for key in ("r4", "online_r1_rotation"):
-            if isinstance(algorithm, Mapping) and algorithm.get(key):
+            if algorithm.get(key):
                 raise ConfigError(
                     f"{where}: quark has rotated its weights ({key}), which a model undoes as it "
                     "computes, and transformers' does not; use a checkpoint without"
                 )
-    export = quantization.get("export")
-    order = export.get("pack_method", "reorder") if isinstance(export, Mapping) else "reorder"
+    order = (quantization.get("export") or {}).get("pack_method", "reorder")
     if groups and (order != "reorder" or len(groups) > 1 or min(groups.values()) < 1):
         packed = f"quark with pack_method={order!r}, {groups}"
         raise no_codec(where, packed, "one kind of INT4 with pack_method='reorder'")
-    most = tables[0].get("weight") if isinstance(tables[0], Mapping) else None
-    return FloatScheme((PER_TENSOR, PER_ROW), groups, most)
+    return Scheme(FloatScheme((PER_TENSOR, PER_ROW), groups), formats)
+
+
+def _format_of(told: object) -> str:
+    """Returns the format of an algorithm of modelopt, or of what quark says of weights."""
+    text = str(told).lower()
+    return next((name for word, name in _FORMATS.items() if word in text), "fp8-0x0")
 
 
 def _two_sizes(block: Any, where: str) -> tuple[int, int]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
+import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -187,5 +191,37 @@ def no_codec(where: str, told: str, known: str) -> ConfigError:
     )
 
 
-# Adds every quantised tensor of one kind of checkpoint. Raises ConfigError as `logical_tensors`.
-Scheme = Callable[[FoundTensors], None]
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What a configuration says of quantised weights.
+
+    find: adds all of one kind of checkpoint. Raises ConfigError as `logical_tensors`
+    formats: patterns of modules, each with a format by its name in plans, "" for numbers. The first
+        that fits counts. None at all where only the files say how large weights are
+    """
+
+    find: Callable[[FoundTensors], None]
+    formats: Sequence[tuple[str, str]] = ()
+
+    def by_module(self) -> Callable[[Iterable[str]], str]:
+        """Returns what gives the format of a module, by any of its names."""
+        names: dict[str, int] = {}
+        patterns: list[tuple[int, re.Pattern[str]]] = []
+        for number, (pattern, _) in enumerate(self.formats):
+            is_glob = any(sign in pattern for sign in "*?[")
+            if pattern.startswith("re:") or is_glob:
+                text = fnmatch.translate(f"{pattern}*") if pattern[:3] != "re:" else pattern[3:]
+                with suppress(re.error, OverflowError, RecursionError):
+                    patterns.append((number, re.compile(text)))
+            else:
+                names.setdefault(pattern, number)
+
+        def format_of(modules: Iterable[str]) -> str:
+            known = {module: module.split(".") for module in modules}
+            fits = [n for n, pattern in patterns if any(map(pattern.match, known))]
+            for parts in known.values():  # A name may be that of a module around it, or a part.
+                spans = itertools.combinations(range(len(parts) + 1), 2)
+                fits += [names[n] for a, b in spans if (n := ".".join(parts[a:b])) in names]
+            return self.formats[min(fits)][1] if fits else ""
+
+        return format_of

@@ -8,13 +8,15 @@ mlx-lm (`utils.py`: quantize_model), hqq (`core/quantize.py`: HQQLinear.state_di
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from infinity.codecs.affine import AffineGroups, ggml
-from infinity.codecs.found import FoundTensors, no_codec
+from infinity.codecs.found import FoundTensors, Scheme, no_codec
 from infinity.codecs.packing import WORD_BITS
 from infinity.codecs.part import StoredPart
 from infinity.codecs.records import RECORDS
@@ -30,29 +32,34 @@ _PACKINGS: Mapping[str, tuple[str, bool]] = {
 }
 
 
+def grouped_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
+    """Returns the scheme of GPTQ, AWQ and AutoRound. Raises ConfigError."""
+    layout, is_raised = _layout_of(quantization, where)
+    allowed = [4] if layout == "AWQ" else [2, 4, 8]
+    if (layout, is_raised) == ("GPTQ", False):
+        allowed = list(range(2, 9))
+    order = "-order" if quantization.get("desc_act") and layout == "GPTQ" else ""
+    sizes, formats = [], []
+    for pattern, bits, group in _sizes_of(quantization):
+        formats.append((pattern, f"{layout.lower()}-int{bits}-g{group}{order}" if bits else ""))
+        if not bits and pattern != "*":
+            continue
+        if bits not in allowed or not (group == -1 or (group or 0) > 0):
+            told = f"{quantization.get('quant_method')} with {bits=}, group_size={group!r}"
+            known = f"{' or '.join(map(str, allowed))} bits in groups of any size, or of -1"
+            raise no_codec(where, told, known)
+        sizes.append((bits, group))
+    return Scheme(GroupedScheme(layout, [sizes[-1], *sizes], is_raised=is_raised), formats)
+
+
 class GroupedScheme:
-    """Codes of in x out with a scale and a zero per group of rows, under names of their own."""
+    """Codes of in x out with a scale and a zero per group of rows, under names of their own.
 
-    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
-        self._layout, self._is_raised = _layout_of(quantization, where)
-        self._sizes = list(dict.fromkeys(_sizes_of(quantization)))
-        self._has_order = bool(quantization.get("desc_act"))
-        allowed = [4] if self._layout == "AWQ" else [2, 4, 8]
-        if (self._layout, self._is_raised) == ("GPTQ", False):
-            allowed = list(range(2, 9))
-        for bits, group in self._sizes:
-            is_size = isinstance(group, int) and (group > 0 or group == -1)
-            if bits not in allowed or not is_size:
-                told = f"{quantization.get('quant_method')} with {bits=}, group_size={group!r}"
-                known = f"{' or '.join(map(str, allowed))} bits in groups of any size, or of -1"
-                raise no_codec(where, told, known)
+    sizes: (bits, columns of a group, -1 for a row) that weights may have
+    """
 
-    @property
-    def format(self) -> str:
-        """The layout, and the bits and the columns of a group of most weights, in one word."""
-        bits, group = self._sizes[0]
-        order = "-order" if self._has_order and self._layout == "GPTQ" else ""
-        return f"{self._layout.lower()}-int{bits}-g{group}{order}"
+    def __init__(self, layout: str, sizes: Iterable[tuple[int, int]], *, is_raised: bool) -> None:
+        self._layout, self._sizes, self._is_raised = layout, list(dict.fromkeys(sizes)), is_raised
 
     def __call__(self, found: FoundTensors) -> None:
         """Finds the weights; see `Scheme`."""
@@ -106,46 +113,41 @@ class GroupedScheme:
         return stored == [part.shape for part in parts]
 
 
-class MlxScheme:
-    """`weight` U32, `scales` and `biases` (transformers' metal: `qbiases`); `quantization` has bits
-    and group size, and those of single modules under their names."""
+def mlx_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
+    """Returns the scheme of `weight` U32, `scales` and `biases` (transformers' metal: `qbiases`).
+    `quantization` has bits and group size, and those of single modules under their names, or false
+    where they are numbers. Raises ConfigError."""
+    is_metal = quantization.get("quant_method") == "metal"
+    layout, allowed = ("METAL", (2, 4, 8)) if is_metal else ("MLX", (2, 3, 4, 5, 6, 8))
+    sizes: dict[str, tuple[Any, int]] = {}
+    formats = [(module, "") for module, own in quantization.items() if own is False]
+    modules = {module: own for module, own in quantization.items() if isinstance(own, Mapping)}
+    for module, own in {**modules, "*": quantization}.items():
+        bits, group = own.get("bits"), own.get("group_size", quantization.get("group_size"))
+        mode = own.get("mode", quantization.get("mode", "affine"))
+        if bits not in allowed or (group or 0) < 1 or mode != "affine":
+            told = f"mode={mode!r}, bits={bits!r}, group_size={group!r}"
+            told += "" if module == "*" else f" ({module})"
+            known = f"mode='affine' in {', '.join(map(str, allowed))} bits"
+            raise no_codec(where, f"{layout} with {told}", known)
+        sizes[module] = bits, group
+        formats.append((module, f"mlx-int{bits}-g{group}"))
+    return Scheme(partial(_find_mlx, layout, sizes), formats)
 
-    def __init__(self, quantization: Mapping[str, Any], where: str) -> None:
-        is_metal = quantization.get("quant_method") == "metal"
-        self._layout, self._minima = ("METAL", "qbiases") if is_metal else ("MLX", "biases")
-        allowed = (2, 4, 8) if is_metal else (2, 3, 4, 5, 6, 8)
-        modules = {key: own for key, own in quantization.items() if isinstance(own, Mapping)}
-        self._sizes: dict[str, tuple[Any, int]] = {}
-        for module, own in {"": quantization, **modules}.items():
-            bits, group = own.get("bits"), own.get("group_size", quantization.get("group_size"))
-            mode = own.get("mode", quantization.get("mode", "affine"))
-            is_size = isinstance(group, int) and group > 0
-            if bits not in allowed or not is_size or mode != "affine":
-                told = f"mode={mode!r}, bits={bits!r}, group_size={group!r}"
-                told += f" ({module})" if module else ""
-                known = f"mode='affine' in {', '.join(map(str, allowed))} bits"
-                raise no_codec(where, f"{self._layout} with {told}", known)
-            self._sizes[module] = bits, group
 
-    @property
-    def format(self) -> str:
-        """As `GroupedScheme.format`."""
-        bits, group = self._sizes[""]
-        return f"mlx-int{bits}-g{group}"
-
-    def __call__(self, found: FoundTensors) -> None:
-        """Finds the weights; see `Scheme`."""
-        for scales in found.unused(".scales"):
-            module = scales.removesuffix(".scales")
-            names = [f"{module}.{part}" for part in ("weight", "scales", self._minima)]
-            dtype, _ = found.scales(scales)
-            if names[0] not in found.headers:
-                raise found.error(f"{names[0]!r} is missing, to which {scales!r} belongs")
-            bits, group = self._sizes.get(module, self._sizes[""])
-            *leading, words = found.matrix(names[0])
-            codec = AffineGroups(group, dtype, bits, self._layout)
-            found.add(f"{module}.weight", codec, (*leading, words * WORD_BITS // bits), names)
-        found.refuse_leftovers((".scales", f".{self._minima}"), self._layout)
+def _find_mlx(layout: str, sizes: Mapping[str, tuple[Any, int]], found: FoundTensors) -> None:
+    minima = "qbiases" if layout == "METAL" else "biases"
+    for scales in found.unused(".scales"):
+        module = scales.removesuffix(".scales")
+        names = [f"{module}.{part}" for part in ("weight", "scales", minima)]
+        dtype, _ = found.scales(scales)
+        if names[0] not in found.headers:
+            raise found.error(f"{names[0]!r} is missing, to which {scales!r} belongs")
+        bits, group = sizes.get(module, sizes["*"])
+        *leading, words = found.matrix(names[0])
+        codec = AffineGroups(group, dtype, bits, layout)
+        found.add(f"{module}.weight", codec, (*leading, words * WORD_BITS // bits), names)
+    found.refuse_leftovers((".scales", f".{minima}"), layout)
 
 
 # What HQQ stores beside codes, scales and zeros, of which only the first four are read.
@@ -245,14 +247,15 @@ def _layout_of(quantization: Mapping[str, Any], where: str) -> tuple[str, bool]:
     return _PACKINGS[packing]
 
 
-def _sizes_of(quantization: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields (bits, group_size) of config.json, and those of single modules."""
-    bits, group = quantization.get("bits"), quantization.get("group_size", 128)
-    yield bits, group
+def _sizes_of(quantization: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (pattern of modules, bits, group_size) of single modules, and then of all others. Bits
+    are 0 where modules are not quantised."""
     for key in ("dynamic", "extra_config"):  # Of GPTQModel and of AutoRound.
-        modules = quantization.get(key)
-        for own in modules.values() if isinstance(modules, Mapping) else ():
-            own_bits = own.get("bits", bits) if isinstance(own, Mapping) else bits
-            if isinstance(own_bits, int) and own_bits <= 8:  # Else they are not quantised.
-                own_group = own.get("group_size", group) if isinstance(own, Mapping) else group
-                yield own_bits, own_group
+        for pattern, own in (quantization.get(key) or {}).items():
+            table = {**quantization, **(own or {})}
+            bits = 16 if pattern.startswith("-:") else table.get("bits") or 16
+            text = f"re:{pattern.removeprefix('+:').removeprefix('-:')}"
+            if key == "extra_config":  # Most are whole names.
+                text = pattern if re.fullmatch(r"[\w.-]+", pattern) else f"{text}$"
+            yield text, 0 if bits > 8 else bits, table.get("group_size", 128)
+    yield "*", quantization.get("bits"), quantization.get("group_size", 128)

@@ -7,7 +7,6 @@ twice.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections import defaultdict
@@ -25,7 +24,6 @@ from infinity.checkpoint.huggingface.import_weights import (
 from infinity.checkpoint.huggingface.weight_tensors import WeightTensors, has_weights, read_config
 from infinity.codecs import Plain
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
-from infinity.codecs.found import Scheme
 from infinity.config.extras import require_transformers
 from infinity.config.hub import model_name
 from infinity.config.schema.train import Purpose
@@ -42,9 +40,9 @@ from infinity.plan.frozen_base import (
 )
 from infinity.plan.shapes import (
     ModelShape,
-    Part,
     PartKey,
-    PublishedFormat,
+    Place,
+    Weight,
     model_on_meta,
     numel_of,
     places_of,
@@ -95,8 +93,7 @@ def read_directory(
     )
     shape = shape_of_model(model, name, where)
     if not has_weights(directory):
-        shape = replace(shape, stored=published_format(table, where))
-        stored = stored_of_shape(shape)
+        stored = _not_downloaded(table, shape, model, where)
         formats = f"{stored.formats}; by config.json, not downloaded"
         return ModelDirectory(directory, shape, replace(stored, formats=formats), ())
     quantization = quantization_of(table, str(directory))
@@ -171,97 +168,48 @@ def _left_out(stored: StoredModel, shape: ModelShape) -> Iterator[str]:
         yield f"{format_nbytes(unused)} of the files are not read"
 
 
-# A module of each part, as configurations name those that stay as they are.
-_MODULES: dict[Part, str] = {
-    "attention": "model.layers.7.self_attn.q_proj",
-    "dense": "model.layers.7.mlp.gate_proj",
-    "shared": "model.layers.7.mlp.shared_experts.gate_proj",
-    "experts": "model.layers.7.mlp.experts.0.gate_proj",
+# Where checkpoints have their layers, and other names that weights of experts have in them.
+_LAYERS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
+_OUTSIDE = {"embedding": "model.embed_tokens", "head": "lm_head"}
+_OF_EXPERTS = {
+    "gate_up_proj": ("gate_up_proj", "gate_proj", "w1"),
+    "down_proj": ("down_proj", "w2"),
 }
-_OUTSIDE: dict[str, dict[Part, str]] = {
-    "compressed-tensors": {"head": "lm_head"},
-    "mlx": {"head": "lm_head", "embedding": "model.embed_tokens"},
-}
-_LEFT_OUT_KEYS = (
-    "ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers",
-    "exclude_modules", "exclude",
-)  # fmt: skip
 
 
-def published_format(table: Mapping[str, Any], where: str) -> PublishedFormat | None:
-    """Returns the format and the parts of a block that have it; None if nothing is quantised.
+def _not_downloaded(
+    table: Mapping[str, Any], shape: ModelShape, model: Any, where: str
+) -> StoredModel:
+    """Returns the bytes of each part in the format that config.json names for its modules.
 
-    Raises ConfigError for a quantisation that no codec knows.
+    Raises ConfigError for a quantisation that no codec knows, or that only files can count.
     """
     quantization = quantization_of(table, where)
     if quantization is None:
-        return None
-    scheme = scheme_of(quantization, where)
+        return stored_of_shape(shape)
     method = method_of(quantization)
-    if method == "hqq" or quantization.get("load_in_8bit"):
+    scheme = scheme_of({"expert_dtype": table.get("expert_dtype"), **quantization}, where)
+    if not scheme.formats:
         raise ConfigError(
             f"{where}: the sizes of weights of {method} in this format are counted in its files; "
             "download them, and plan the directory"
         )
-    name = _format_name(scheme, quantization)
-    if method == "mxfp4":
-        return PublishedFormat(format=name, parts=("experts",))
-    patterns = [str(pattern) for key in _LEFT_OUT_KEYS for pattern in quantization.get(key) or ()]
-    formats: dict[Part, str] = {}
-    for part, module in (_MODULES | _OUTSIDE.get(str(method), {})).items():
-        own = _of_module(quantization, module)
-        if own != _of_module(quantization, module.replace(".7.", ".8.")):
-            own = quantization  # It is of one layer alone.
-        if own is not None and not any(_matches(pattern, module) for pattern in patterns):
-            formats[part] = _format_name(scheme_of(own, where), own)
-    if table.get("expert_dtype", quantization.get("expert_dtype")) == "fp4":
-        formats |= {"experts": "mxfp4"} if "experts" in formats else {}
-    others = {part: own for part, own in formats.items() if own != name}
-    return PublishedFormat(format=name, parts=(*formats,), others=others) if formats else None
+    by_module, places = scheme.by_module(), places_of(model)
+    layers = next(name.partition(f".{at}.")[0] for name, (at, _) in places.items() if at == 0)
 
+    def format_of(weight: Weight, place: Place) -> str:
+        name = weight.name.removesuffix(".weight")
+        if place in _OUTSIDE and len(weight.shape) == 2:
+            return by_module((name, _OUTSIDE[place]))
+        if not isinstance(place, int) or not weight.is_linear or weight.part == "router":
+            return ""
+        names = [name]
+        if weight.part == "experts":
+            around, _, own = name.rpartition(".")
+            for last in _OF_EXPERTS.get(own, (own,)):
+                names += [f"{around}.{last}", f"{around}.0.{last}"]
+                if method == "mlx":
+                    names.append(f"{around.removesuffix('experts')}switch_mlp.{last}")
+        return by_module(f"{at}.{place}.{name}" for at in {layers, *_LAYERS} for name in names)
 
-def _of_module(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
-    """Returns the quantisation of a module, None where it has none: that of config.json, unless
-    that has another one for its name."""
-    layers = quantization.get("quantized_layers")  # Of modelopt.
-    layers = layers if isinstance(layers, Mapping) else {}
-    for name, own in layers.items():
-        if name.endswith(module):
-            return {**quantization, **(own if isinstance(own, Mapping) else {"quant_algo": own})}
-    if any(".".join(module.split(".")[:3]) in name for name in layers):
-        return None  # Of this layer others are named.
-    for pattern, own in (quantization.get("layer_quant_config") or {}).items():  # Of quark.
-        if fnmatch.fnmatchcase(module, pattern):
-            return {**quantization, "global_quant_config": own}
-    if method_of(quantization) == "compressed-tensors" and len(quantization["config_groups"]) > 1:
-        for is_class in (False, True):
-            for name, own in quantization["config_groups"].items():
-                named = [t for t in own.get("targets") or () if (t == "Linear") == is_class]
-                if any(is_class or _matches(target, module) for target in named):
-                    return {**quantization, "config_groups": {name: own}}
-        return None
-    for key in ("dynamic", "extra_config"):
-        for pattern, own in (quantization.get(key) or {}).items():
-            end = "$" * (key == "extra_config")  # AutoRound gives whole names.
-            if _matches(f"re:{pattern.removeprefix('+:').removeprefix('-:')}{end}", module):
-                found = {**quantization, **(own or {}), key: None}
-                return None if pattern.startswith("-:") or (found["bits"] or 16) > 8 else found
-    return quantization
-
-
-def _format_name(scheme: Scheme, quantization: Mapping[str, Any]) -> str:
-    if quantization.get("quant_method") in ("mxfp4", "bitsandbytes"):
-        return {"mxfp4": "mxfp4"}.get(str(quantization["quant_method"]), "nf4")
-    return str(getattr(scheme, "format", ""))
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """Whether a name, a part of one, a glob or "re:" and an expression means the module."""
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern.removeprefix("re:"), module) is not None
-        except re.error:
-            return False
-    if any(sign in pattern for sign in "*?["):
-        return fnmatch.fnmatchcase(module, f"{pattern}*")
-    return f".{pattern}." in f".{module}."
+    return stored_of_shape(shape, format_of)

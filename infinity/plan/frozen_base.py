@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +12,10 @@ from typing_extensions import override
 
 from infinity.codecs import AffineGroups, Codec, FloatBlocks, Plain, TableBlocks, mxfp4, nvfp4
 from infinity.codecs import stored_nbytes as nbytes_of_parts
+from infinity.codecs.floats import MX_BLOCK
 from infinity.codecs.part import Decoder
 from infinity.errors import ConfigError
-from infinity.plan.shapes import ModelShape, PartKey, Place, PublishedFormat, Weight
+from infinity.plan.shapes import ModelShape, PartKey, Place, Weight
 from infinity.state.stored import StoredSlice, StoredTensor
 from infinity.storage.protocol import FileRange
 
@@ -116,25 +117,29 @@ def joined(ranges: Iterable[FileRange]) -> tuple[FileRange, ...]:
     return tuple(found)
 
 
-def stored_of_shape(shape: ModelShape) -> StoredModel:
-    """Returns the bytes of the published checkpoint, by the rule of the model's file."""
-    stored = shape.stored or PublishedFormat(format=PLAIN, parts=())
-    name, formatted = stored.format, frozenset(stored.parts)
+def stored_of_shape(
+    shape: ModelShape, format_of: Callable[[Weight, Place], str] | None = None
+) -> StoredModel:
+    """Returns the bytes of the published checkpoint. `format_of` a weight is "" for bf16; None
+    takes that of the model's file."""
+    if format_of is None:
+        format_of = shape.stored.of if shape.stored else lambda *_: ""
+    used: dict[str, set[str]] = {}
 
     def part(weights: Iterable[Weight], place: Place = "norm") -> PlannedPart:
         nbytes, is_encoded, matrices = 0, False, []
         for weight in weights:
-            is_matrix = weight.is_linear or (place in formatted and len(weight.shape) == 2)
-            is_code = is_matrix and bool({weight.part, place} & formatted)
-            *stacked, rows, columns = weight.shape if is_matrix else (weight.numel, 1)
+            own = format_of(weight, place)
+            *stacked, rows, columns = weight.shape if own or weight.is_linear else (weight.numel, 1)
             if weight.part == "experts" and "gate_up" in weight.module and rows % 2 == 0:
                 stacked, rows = [*stacked, 2], rows // 2  # Files have the two apart.
-            own = stored.of(place if place in formatted else weight.part) if is_code else PLAIN
-            one_nbytes = stored_nbytes(own, rows, columns)
+            one_nbytes = stored_nbytes(own or PLAIN, rows, columns)
             if len(weight.shape) == 2 and (weight.is_linear or place in ("embedding", "head")):
-                matrices.append((weight.shape, PlannedPart(one_nbytes, is_code)))
+                matrices.append((weight.shape, PlannedPart(one_nbytes, bool(own))))
             nbytes += math.prod(stacked) * one_nbytes
-            is_encoded |= is_code
+            if own:
+                is_encoded = True
+                used.setdefault(own, set()).add(weight.part if isinstance(place, int) else place)
         return PlannedPart(nbytes, is_encoded, matrices=tuple(matrices))
 
     parts: dict[PartKey, PlannedPart] = {
@@ -146,10 +151,9 @@ def stored_of_shape(shape: ModelShape) -> StoredModel:
     for layer, block in enumerate(shape.blocks):
         for is_routed in (True, False):
             weights = (w for w in block.weights if (w.part == "experts") == is_routed)
-            parts[layer, is_routed] = part(weights)
-    others = [f", {of} in {stored.of(of)}" for of in stored.parts if stored.of(of) != name]
-    formats = f"{name} ({', '.join(sorted(formatted))}){''.join(others)}, rest {PLAIN}"
-    return StoredModel(parts, PLAIN if name == PLAIN else formats)
+            parts[layer, is_routed] = part(weights, layer)
+    said = [f"{name} ({', '.join(sorted(of))})" for name, of in used.items()]
+    return StoredModel(parts, ", ".join([*said, f"rest {PLAIN}"]) if said else PLAIN)
 
 
 PLAIN = "bf16"
@@ -157,7 +161,9 @@ _CODECS: dict[str, Codec] = {
     PLAIN: Plain("BF16"),
     "mxfp4": mxfp4(),
     "nvfp4": nvfp4(),
+    "nvfp4-g32": nvfp4(block=MX_BLOCK),
     "nf4": TableBlocks(),
+    "nf4-single": TableBlocks(nested_block=0),
 }
 
 

@@ -55,9 +55,11 @@ class PublishedFormat(Table):
     parts: tuple[Part, ...]
     others: dict[Part, str] = Field(default_factory=dict)
 
-    def of(self, part: Part) -> str:
-        """Returns the format of one of the parts."""
-        return self.others.get(part, self.format)
+    def of(self, weight: Weight, place: Place) -> str:
+        """Returns the format of a weight, "" for bf16."""
+        part = place if place in self.parts else weight.part
+        is_matrix = weight.is_linear or (part == place and len(weight.shape) == 2)
+        return self.others.get(part, self.format) if is_matrix and part in self.parts else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infinity.codecs import (
     AffineGroups,
@@ -16,10 +20,12 @@ from infinity.codecs import (
     LogicalTensor,
     Plain,
     TableBlocks,
+    detect,
     logical_tensors,
     mxfp4,
     nvfp4,
 )
+from infinity.codecs.detect import scheme_of
 from infinity.errors import ConfigError, UnsupportedError
 from tests.support.quantized import LAYOUTS
 
@@ -308,6 +314,10 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
         (quantization(FP8, weight_block_size=[128]), "weight_block_size"),
         (quantization(FP8, weight_block_size=[0, 128]), "weight_block_size"),
         (quantization(FP8, weight_block_size="128"), "weight_block_size"),
+        (quantization(FP8, ignore={}), "expected a list of texts as ignore of its .*, got {}"),
+        (quantization(AWQ, group_size="x"), "expected an integer as group_size .*, got 'x'"),
+        (quantization(GPTQ, dynamic={"a": 1}), "expected a table as dynamic.a of .*, got 1"),
+        (quantization(QUARK, layer_quant_config=[1]), r"layer_quant_config of .*, got \[1\]"),
         (quantization(INT4, config_groups={}), "config_groups"),
         (quantization(INT4, config_groups={"group_0": 4}), "group_0"),
         (quantization(INT4, format="marlin-24"), "marlin-24"),
@@ -340,7 +350,7 @@ def test_codes_of_another_format_are_refused(kind: str) -> None:
         (weights(num_bits=9), "9 bits"),
         (weights(type="float"), "float"),
         (weights(strategy="block"), "block"),
-        (weights(group_size="20"), "group_size=20"),
+        (weights(group_size="20"), "config_groups.group_0.weights.group_size .*, got '20'"),
         *[
             ({"quantization_config": {"bits": 4, "group_size": 128, **table}}, told)
             for table, told in [
@@ -366,6 +376,43 @@ def test_a_scheme_without_a_codec_is_named(config: dict[str, Any], told: str) ->
     said = str(refused.value)
     assert said.startswith("/model: ")
     assert "'a.weight_packed' (I32)" in said or told in ("expected a table", "two different")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+KEYS = sorted({path for _, _, paths in detect.KINDS for path in paths.split()})
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@given(data=st.data())
+def test_values_of_any_kind_are_read_or_refused(kind: str, data: Any) -> None:
+    """In the place of what a writer gives, or where it gives nothing."""
+    config, headers, *_ = CHECKPOINTS[kind]
+    table = inner = copy.deepcopy(config["quantization_config"])
+    *path, last = data.draw(st.sampled_from([*map(tuple, places_in(table)), *KEYS]).map(
+        lambda path: path.split(".") if isinstance(path, str) else path
+    ))  # fmt: skip
+    for key in path:
+        if not isinstance(inner.setdefault(key, {}), dict):
+            inner[key] = {}
+        inner = inner[key]
+    inner[last] = data.draw(JSON)
+    with suppress(ConfigError):
+        assert find({"quantization_config": table}, headers).keys() <= headers.keys() | {
+            CHECKPOINTS[kind][2]
+        }
+    with suppress(ConfigError):
+        assert isinstance(scheme_of(table, "m").by_module()(["model.layers.0.mlp"]), str)
+
+
+def places_in(table: dict[str, Any]) -> Iterator[list[str]]:
+    for key, value in table.items():
+        yield [key]
+        for rest in places_in(value) if isinstance(value, dict) else ():
+            yield [key, *rest]
 
 
 @pytest.mark.parametrize("suffix", ["zero_point", "global_scale"])

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from infinity.codecs.detect import scheme_of
 from infinity.config import SwapConfig
 from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
 from infinity.observe import Counters
-from infinity.plan.directory import published_format, read_directory
+from infinity.plan.directory import read_directory
 from infinity.plan.files import shapes_remedy
 from infinity.plan.frozen_base import stored_of_shape
 from infinity.plan.model import load_model, load_shape
@@ -94,60 +95,63 @@ def chats(count: int, longest: int) -> DataFacts:
     return DataFacts("conversations", count, count * longest // 2, longest, True)
 
 
+EVERYWHERE = ("self_attn.q_proj", "mlp.gate_proj", "mlp.shared_experts.up_proj",
+              "mlp.experts.3.down_proj")  # fmt: skip
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def formats_in(quantization: dict[str, Any], layer: int = 7) -> dict[str, str]:
+    by_module = scheme_of(quantization, "m").by_module()
+    found = {name: by_module([f"model.layers.{layer}.{name}"]) for name in EVERYWHERE}
+    return {name: form for name, form in found.items() if form}
+
+
 @pytest.mark.parametrize(
-    ("quantization", "name", "parts"),
+    ("quantization", "name", "modules"),
     [
-        (FP8, "fp8-128x128", {"attention", "dense", "shared", "experts"}),
-        (KIMI, "int4-g32", {"experts"}),
-        ({"quant_method": "mxfp4"}, "mxfp4", {"experts"}),
+        (FP8, "fp8-128x128", EVERYWHERE),
+        (KIMI, "int4-g32", EVERYWHERE[3:]),
+        ({"quant_method": "mxfp4"}, "mxfp4", EVERYWHERE[3:]),
         *(
             (
                 {"quant_method": method, "bits": bits, "group_size": group},
                 f"{method}-int{bits}-g{group}",
-                {"attention", "dense", "shared", "experts"},
+                EVERYWHERE,
             )
             for method, bits, group in (("gptq", 4, 128), ("gptq", 8, -1), ("awq", 4, 64))
         ),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-            "nf4",
-            {"attention", "dense", "shared", "experts"},
-        ),
+        (NF4, "nf4-single", EVERYWHERE),
+        ({**NF4, "bnb_4bit_use_double_quant": True}, "nf4", EVERYWHERE),
     ],
 )
 def test_the_format_of_a_checkpoint_is_known_before_it_is_downloaded(
-    quantization: dict[str, Any], name: str, parts: set[str]
+    quantization: dict[str, Any], name: str, modules: tuple[str, ...]
 ) -> None:
-    found = published_format({"quantization_config": quantization}, "m")
-    assert found is not None
-    assert (found.format, set(found.parts)) == (name, parts)
+    assert formats_in(quantization) == dict.fromkeys(modules, name)
 
 
 def test_parts_with_other_bits_and_without_codes_are_counted_so() -> None:
+    attention, dense, shared, experts = EVERYWHERE
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     dynamic = {"-:.*self_attn.*": {}, "+:.*experts.*": {"bits": 8, "group_size": 64}}
-    found = published_format({"quantization_config": {**gptq, "dynamic": dynamic}}, "m")
-    assert found is not None and set(found.parts) == {"dense", "shared", "experts"}
-    formats = [found.of(part) for part in ("dense", "experts")]
-    assert formats == ["gptq-int4-g128", "gptq-int8-g64"]
+    assert formats_in({**gptq, "dynamic": dynamic}) == {
+        dense: "gptq-int4-g128", shared: "gptq-int8-g64", experts: "gptq-int8-g64"
+    }  # fmt: skip
     rounded = {"quant_method": "auto-round", "bits": 2, "group_size": 128, "extra_config": {
         ".*self_attn.*": {"bits": 4}, ".*experts.*": {"bits": 16},
     }}  # fmt: skip
-    found = published_format({"quantization_config": rounded}, "m")
-    assert found is not None and set(found.parts) == {"attention", "dense"}
-    assert found.of("attention").startswith("gptq-int4") and found.of("dense") == found.format
+    assert formats_in(rounded) == {attention: "gptq-int4-g128", dense: "gptq-int2-g128"}
     # AutoRound lists each router, by a name that begins those of the dense layers; and one layer.
     rounded["extra_config"] = {"model.layers.7.mlp.gate": {"bits": 16},
                                "model.layers.7.self_attn.q_proj": {"bits": None}}  # fmt: skip
-    found = published_format({"quantization_config": rounded}, "m")
-    assert found is not None and set(found.parts) == {"attention", "dense", "shared", "experts"}
+    assert set(formats_in(rounded)) == {dense, shared, experts}
+    assert set(formats_in(rounded, layer=8)) == set(EVERYWHERE)
 
 
 def test_writers_that_name_modules_or_groups_of_them_are_counted_so() -> None:
-    attention, experts = "self_attn.q_proj", "mlp.experts.0.gate_proj"
+    attention, dense, shared, experts = EVERYWHERE
     layers = {
-        f"model.layers.{number}.{module}": {"quant_algo": algorithm}
-        for number in (7, 8)
+        f"model.layers.7.{module}": {"quant_algo": algorithm}
         for module, algorithm in ((attention, "FP8"), (experts, "NVFP4"))
     }
     mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
@@ -158,26 +162,27 @@ def test_writers_that_name_modules_or_groups_of_them_are_counted_so() -> None:
     }
     quark = {"weight": {"dtype": "fp4", "scale_format": "e8m0"}}
     int4 = {"weight": {"dtype": "int4", "qscheme": "per_group", "group_size": 128}}
-    for table, parts in [
-        ({"quant_method": "modelopt", **mixed}, {"attention": "fp8-0x0", "experts": "nvfp4"}),
+    rows, four = "fp8-1x0-bf16", "int4-g32"
+    for table, formats in [
+        ({"quant_method": "modelopt", **mixed}, {attention: "fp8-0x0", experts: "nvfp4"}),
         ({"quant_method": "compressed-tensors", "config_groups": groups},
-         {"attention": "fp8-1x0-bf16", "experts": "int4-g32"}),
+         {attention: rows, dense: rows, shared: four, experts: four}),
         ({"quant_method": "quark", "global_quant_config": quark, "exclude": ["*self_attn*"]},
-         {"dense": "mxfp4", "shared": "mxfp4", "experts": "mxfp4"}),
+         {dense: "mxfp4", shared: "mxfp4", experts: "mxfp4"}),
         ({"quant_method": "quark", "global_quant_config": quark,
-          "layer_quant_config": {"*experts.*": int4}},
-         {"attention": "mxfp4", "experts": "quark-int4-g128"}),
+          "layer_quant_config": {"*.experts.*": int4}},
+         {**dict.fromkeys(EVERYWHERE, "mxfp4"), experts: "quark-int4-g128"}),
+        ({"bits": 4, "group_size": 64, f"model.layers.7.{dense}": {"bits": 8},
+          "model.layers.7.self_attn": False},
+         {dense: "mlx-int8-g64", shared: "mlx-int4-g64", experts: "mlx-int4-g64"}),
     ]:  # fmt: skip
-        found = published_format({"quantization_config": table}, "m")
-        assert found is not None
-        assert {part: found.of(part) for part in found.parts}.items() >= parts.items()
-        assert ("attention" in found.parts) == ("attention" in parts)
+        assert formats_in(table) == formats
+    assert formats_in({"quant_method": "modelopt", **mixed}, layer=8) == {}
 
 
 def test_a_quantisation_without_a_codec_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="gptq"):
-        published_format({"quantization_config": {"quant_method": "gptq"}}, "m")
-    assert published_format({}, "m") is None
+        scheme_of({"quant_method": "gptq"}, "m")
 
 
 def test_a_directory_with_config_json_alone_has_the_bytes_of_its_format(tmp_path: Path) -> None:
@@ -187,6 +192,11 @@ def test_a_directory_with_config_json_alone_has_the_bytes_of_its_format(tmp_path
     assert found.stored.nbytes == stored_of_shape(shape).nbytes
     assert found.stored.is_quantised and found.files == () and found.shape.max_positions is not None
     assert "not downloaded" in found.stored.formats
+    left_out = {**FP8, "modules_to_not_convert": ["model.layers.1.mlp"]}
+    table["quantization_config"] = left_out
+    other = read_directory(config_only(tmp_path / "other", table)).stored
+    parts = found.stored.parts.items()
+    assert [key for key, part in parts if part != other.parts[key]] == [(1, False)]
 
 
 def test_sequences_are_as_long_as_the_data_and_steps_are_one_pass() -> None:

@@ -248,7 +248,7 @@ LAYOUTS: dict[str, Layout] = {
     # mlx-lm, hqq through transformers, LLM.int8 of bitsandbytes, quark.
     "mlx": Layout(
         _matching(_OF_MLX, AffineGroups(64, layout="MLX")),
-        {"group_size": 64, "bits": 4, "model.layers.0.mlp": False},
+        {"group_size": 64, "bits": 4, "model.norm": False},
     ),
     "metal": Layout(
         _matching(_PROJECTIONS, AffineGroups(32, layout="METAL")),
