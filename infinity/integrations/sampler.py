@@ -11,6 +11,7 @@ Sources: vLLM 0.33.0, `vllm/entrypoints/serve/lora` and `openai/completion`; SGL
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import itertools
 import json
@@ -260,7 +261,6 @@ class ServerSampler:
         self._base = model or self._server.only_model("name the base with `model`", but="infinity-")
         self._directory = None if directory is None else Path(directory).absolute()
         self._model = self._base
-        self._loaded: Path | None = None  # The adapter that is there, under its name.
         self._server.sample(self._base, [1], 1, max_tokens=1)
 
     def check(self, trainer: Any) -> None:
@@ -281,17 +281,22 @@ class ServerSampler:
 
     def attach(self, trainer: Any) -> None:
         """Makes a trainer that `check` has accepted sample here. The server forgets the last
-        adapter when training ends, in whatever way."""
+        adapter when training ends, in whatever way; that of a process that was killed, at the first
+        step of the next one with the same output directory."""
         self._trainer, plain = trainer, trainer.train
-        self._place = self._directory or Path(trainer.args.output_dir).absolute() / "sampler"
+        output = Path(trainer.args.output_dir).absolute()
+        self._place = self._directory or output / "sampler"
+        # Runs may share a directory of adapters.
+        self._prefix = f"infinity-{hashlib.sha256(bytes(output)).hexdigest()[:8]}"
 
         def train(*args: Any, **options: Any) -> Any:
             try:
                 return plain(*args, **options)
             finally:
                 trainer._last_loaded_step = -1  # noqa: SLF001
-                with contextlib.suppress(ConfigError):
-                    self._forget()
+                if trainer.accelerator.is_main_process:
+                    with contextlib.suppress(ConfigError):
+                        self._forget()
 
         trainer.train, trainer.use_vllm, trainer.vllm_mode = train, True, "server"
         trainer.vllm_generation, trainer._last_loaded_step = self, -1  # noqa: SLF001
@@ -308,8 +313,8 @@ class ServerSampler:
             if trainer.accelerator.is_main_process:
                 self._forget()
                 # Servers keep prefixes by this name, so no other adapter may ever have it.
-                name = f"infinity-{secrets.token_hex(4)}-{trainer.state.global_step}"
-                place = self._loaded = self._place / name
+                name = f"{self._prefix}-{secrets.token_hex(4)}-{trainer.state.global_step}"
+                place = self._place / name
                 with reporting("write the adapter", place):
                     trainer.model.save_pretrained(
                         place, selected_adapters=[adapter], save_embedding_layers=False
@@ -319,9 +324,8 @@ class ServerSampler:
         self._model = broadcast_object_list([self._model])[0]
 
     def _forget(self) -> None:
-        """Lets the server unload the adapter, and removes its files."""
-        place, self._loaded = self._loaded, None
-        if place is not None:
+        """Lets the server unload adapters of this output directory, and removes their files."""
+        for place in self._place.glob(f"{self._prefix}-*"):
             shutil.rmtree(place, ignore_errors=True)
             self._server.unload_adapter(place.name)
 

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.integrations.sampler import ServerSampler
 from infinity.tools.training import program
 from infinity.tools.training.chat import CHATML
 from infinity.tools.training.tokenizers import ByteTokenizer
@@ -185,20 +186,29 @@ def server_of(base: Path, **faults: Any) -> SamplingServer:
     return SamplingServer(lambda: LlamaForCausalLM.from_pretrained(base), **faults)
 
 
-def test_a_server_samples_and_a_run_that_it_has_ended_goes_on(base: Path, tmp_path: Path) -> None:
-    """With the lines of a run that nothing has interrupted."""
+def test_a_server_samples_and_a_run_that_it_has_ended_goes_on(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the lines of a run that nothing has interrupted. It removes the adapter that a killed
+    one has left."""
+    left = tmp_path / "again" / "output" / "sampler"
     rest, lines = "[checkpoint]\nevery = 2", []
     with server_of(base).running() as url:
         job = job_of(tmp_path / "whole", base, rest=rest, sampler=url)
         lines.append(train(job))
     with server_of(base, dies_after=5).running() as url:
         job = job_of(tmp_path / "again", base, rest=rest, sampler=url)
-        with pytest.raises(ConfigError, match="does not answer: .* from its last checkpoint"):
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(ConfigError, match="does not answer: .* from its last checkpoint"),
+        ):
+            patched.setattr(ServerSampler, "_forget", lambda _: None)
             train(job)
-        assert len(lines_of(job.parent / "output")) == 2
+        assert len(lines_of(job.parent / "output")) == 2 and len([*left.iterdir()]) == 3
     with server_of(base).running() as url:  # At another address.
         job = job_of(tmp_path / "again", base, rest=rest, sampler=url)
         lines.append(train(job, resume=True))
+    assert not [*left.iterdir()]
     for whole, again in zip(*lines, strict=True):
         for name in ("loss", "reward", "entropy", DIFFERENCE + "mean", DIFFERENCE + "max"):
             assert whole[name] == again[name], name
@@ -217,6 +227,27 @@ def test_a_run_goes_on_with_a_reward_model_that_was_moved_and_not_with_another(
                 train(job, resume=True)
         else:
             assert len(train(job, resume=name == "moved")) == STEPS
+
+
+def short(prompts: list[str], trainer_state: Any, **unused: Any) -> Any:
+    return [1.0] * (len(prompts) - trainer_state.global_step)
+
+
+async def raising(label: list[int], trainer_state: Any, **unused: Any) -> Any:
+    return [1.0 / (1 - trainer_state.global_step) for _ in label]
+
+
+@pytest.mark.parametrize(("reward", "said"), [
+    (short, "ValueError: expected 4 rewards, one for each completion; got 3"),
+    (raising, r"ZeroDivisionError: .* \(.*test_grpo.py:\d+\)"),
+])  # fmt: skip
+def test_a_reward_that_fails_is_named_with_its_step_and_its_prompts(
+    reward: Any, said: str, base: Path, tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, base, rewards=[f"{__name__}:{reward.__name__}"])
+    what = f"{reward.__name__} fails in step 2, of the prompts '. squared is ', '. squared is ': "
+    with pytest.raises(ConfigError, match=what + said):
+        train(job)
 
 
 @pytest.mark.parametrize(
