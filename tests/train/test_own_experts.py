@@ -393,6 +393,13 @@ def test_a_census_counts_what_the_router_of_a_plain_forward_chooses(
     }
     chosen = settle(SwapConfig.load(job)).adapter
     assert chosen and chosen.experts_full == tuple(sorted(shares, key=lambda n: -shares[n])[:2])
+    first, last = census["experts"]
+    census["experts"][first]["gate"].pop()
+    for said in (f"{first} has 7 gate; expected 8", f"it has no '{last}' of this base"):
+        request.routing.write_text(json.dumps(census))
+        with pytest.raises(ConfigError, match=said):
+            run(job)
+        census["experts"] = {first: {"gate": [0.125] * 8}}
 
 
 @pytest.mark.parametrize("percent", [7, 14, 29, 58, 100])

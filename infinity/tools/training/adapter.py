@@ -45,6 +45,7 @@ from infinity.tools.training.base_identity import (
 from infinity.tools.training.own_experts import (
     CHOSEN,
     EXPERTS_NAME,
+    counts_of_experts,
     experts_nbytes,
     give_own_weights,
     locate,
@@ -93,7 +94,7 @@ def attach_adapter(
         )
     identity, adapted, (first, *others) = identify(base), model, [o for o, _ in adapters]
     heads = _new_heads(model, base)
-    experts = _experts_of(first, identity, is_single=not others)
+    experts = _experts_of(model, first, identity, is_single=not others)
     chosen = give_own_weights(model, experts, base, first.resume) if experts else ()
     parts = {part for name, _ in model.named_parameters() for part in name.split(".")}
     if taken := [options.name for options, _ in adapters if options.name in parts]:
@@ -116,7 +117,9 @@ def attach_adapter(
     return adapted
 
 
-def _experts_of(options: AdapterConfig, identity: BaseIdentity, *, is_single: bool) -> list[str]:
+def _experts_of(
+    model: nn.Module, options: AdapterConfig, identity: BaseIdentity, *, is_single: bool
+) -> list[str]:
     """Returns the names of the experts to train in full: those of the saved adapter, or of the
     file. Raises ConfigError for a census of another base, and where the two contradict."""
     names, saved = [*(options.experts_full or ())], options.resume
@@ -132,7 +135,8 @@ def _experts_of(options: AdapterConfig, identity: BaseIdentity, *, is_single: bo
             "adapters cannot have; train it alone"
         )
     if options.experts_census is not None:
-        check_census(options.experts_census, identity)
+        counts = counts_of_experts(model)
+        check_census(options.experts_census, options.experts_score, identity, counts)
     return before or names
 
 

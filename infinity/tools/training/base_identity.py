@@ -15,10 +15,19 @@ import json
 import logging
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infinity.bounded import MalformedError, field, integer, read_json, table_of, text_of
+from infinity.bounded import (
+    MalformedError,
+    field,
+    integer,
+    list_of,
+    read_json,
+    table_of,
+    text_of,
+)
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.config.paths import ADAPTER_NAMES
@@ -130,15 +139,24 @@ def check_base(adapter: Path, base: BaseIdentity, named: str | None) -> None:
     )
 
 
-def check_census(census: Path, base: BaseIdentity) -> None:
-    """Raises ConfigError for a census of experts that was made over another base."""
-    with refusing(f"adapter.experts_census: {census} is no census", MalformedError, OSError):
-        table = table_of(field(table_of(read_json(census), "it"), "base"), "base")
+def check_census(census: Path, score: str, base: BaseIdentity, counts: Mapping[str, int]) -> None:
+    """Raises ConfigError for a census of experts that was made over another base, and for one
+    without this score of each expert: `counts` are the numbers of them by module."""
+    what = f"adapter.experts_census: {census} is no census"
+    with refusing(what, MalformedError, OSError):
+        content = table_of(read_json(census), "it")
+        table = table_of(field(content, "base"), "base")
     if any(table.get(key) != getattr(base, key) for key in ("table_sha256", "samples_sha256")):
         raise ConfigError(
             f"adapter.experts_census: {census} was made over another base, {table.get('path')}; "
             f"expected one over {base.path}: infinity score {base.path} DATA -o FILE --routing FILE"
         )
+    with refusing(what, MalformedError, remedy=" of this base; make it again"):
+        layers = table_of(field(content, "experts"), "experts")
+        for name, count in counts.items():
+            scores = list_of(field(table_of(field(layers, name), name), score), score)
+            if len(scores) != count:
+                raise MalformedError(f"{name} has {len(scores)} {score}; expected {count}")
 
 
 def is_name_of(named: str, path: Path) -> bool:

@@ -48,15 +48,19 @@ CHOSEN: WeakKeyDictionary[nn.Module, Chosen] = WeakKeyDictionary()
 _Source = tuple[str, StoredSlice, Callable[[torch.Tensor], torch.Tensor]]
 
 
-def locate(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
-    """Returns the numbers of experts by the name of their module. Raises ConfigError for a name
-    that is none of an expert of the model."""
-    counts = {
+def counts_of_experts(model: nn.Module) -> dict[str, int]:
+    """Returns the number of experts by the name of the module that packs them."""
+    return {
         name: int(module.__dict__["num_experts"])
         for name, module in model.named_modules()
         if is_packed(module)
     }
-    found: dict[str, list[int]] = {}
+
+
+def locate(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
+    """Returns the numbers of experts by the name of their module. Raises ConfigError for a name
+    that is none of an expert of the model."""
+    counts, found = counts_of_experts(model), dict[str, list[int]]()
     for name in names:
         path, _, number = name.rpartition(".")
         if not number.isdecimal() or int(number) >= counts.get(path, 0):
