@@ -194,6 +194,12 @@ def test_values_are_those_of_transformers(architecture: str, tmp_path: Path) -> 
         with pytest.raises(ConfigError, match=r"put the config\.json of the original model beside"):
             plan_gguf(file, print)
         put_config_beside(tmp_path, architecture)
+        beside = tmp_path / "config.json"
+        told = beside.read_text()
+        beside.write_text(told.replace('"head_dim": 64', '"head_dim": 32'))
+        with pytest.raises(ConfigError, match=f"is {beside} that of the original model?"):
+            plan_gguf(file, print)
+        beside.write_text(told)
     assert converted(file, tmp_path / "out") == []
     found, expected = decoded(tmp_path / "out"), expected_of(file)
     tied = expected.keys() - found.keys()

@@ -114,7 +114,7 @@ def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> Dire
     if _ROPE_FACTORS in stored and _ROPE_FACTORS not in targets and not _beside(source):
         say(
             f"{source.path.name} scales its rotary positions ({_ROPE_FACTORS}), which config.json "
-            "says as rope_scaling: put the config.json of the original model beside the file"
+            f"says as rope_scaling: {_remedy(source)}"
         )
     parts: dict[str, list[Any]] = {}
     for name, target in targets.items():
@@ -131,6 +131,11 @@ def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> Dire
         shard = SINGLE_NAME
         if count > 1:
             shard = f"model-{file_of[tensors[0].name] + 1:05}-of-{count:05}.safetensors"
+        if (numel := sum(int(tensor.n_elements) for tensor in tensors)) != math.prod(shape):
+            raise ConfigError(
+                f"{tensors[0].name!r} has {numel:,} elements, and {target} of the described model "
+                f"{math.prod(shape):,} {shape}: {_remedy(source)}"
+            )
         outcome = _planned(target, shape, tensors, processor)
         plan.add(shard, target, outcome)
     return plan
@@ -139,6 +144,13 @@ def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> Dire
 def _beside(source: GgufSource) -> Path | None:
     config = source.path.parent / "config.json"
     return config if config.is_file() else None
+
+
+def _remedy(source: GgufSource) -> str:
+    beside = _beside(source)
+    if beside is None:
+        return "put the config.json of the original model beside the file"
+    return f"is {beside} that of the original model?"
 
 
 def _config_of(source: GgufSource, found: Any) -> dict[str, Any]:
@@ -159,8 +171,9 @@ def _model_of(source: GgufSource, *, is_tied: bool) -> tuple[Any, Any]:
 
     first = source.files[0]
     beside = _beside(source)
-    remedy = "; put the config.json of the original model beside it"
-    with refusing(f"{first}: transformers reads no model from it", Exception, remedy=remedy):
+    with refusing(
+        f"{first}: transformers reads no model from it", Exception, remedy=f"; {_remedy(source)}"
+    ):
         where = {} if beside is not None else {"gguf_file": first.name}
         config = AutoConfig.from_pretrained(first.parent, **where)
         if beside is None:
@@ -206,13 +219,6 @@ def _planned(
 ) -> PlannedTensor:
     kinds = {tensor.tensor_type.name for tensor in tensors}
     kind = tensors[0].tensor_type.name
-    numel = sum(int(tensor.n_elements) for tensor in tensors)
-    if numel != math.prod(shape):
-        raise ConfigError(
-            f"{tensors[0].name!r} has {numel:,} elements, and {target} of the described model "
-            f"{math.prod(shape):,} {shape}: transformers reads some size of this architecture from "
-            "elsewhere; put the config.json of the original model beside the file"
-        )
     if len(kinds) > 1:
         raise ConfigError(
             f"{target}: its halves are {' and '.join(sorted(kinds))}, and one tensor has one type; "
