@@ -334,6 +334,12 @@ def test_rows_of_another_run_are_left_alone(request_of: Request, tmp_path: Path)
     pairs = write(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     with pytest.raises(ConfigError, match="holds preferences"):
         program.run(replace(request_of, data=(pairs,)))
+    note = request_of.output.with_name(request_of.output.name + ".made-of.json")
+    told = note.read_text()
+    note.write_text(told.replace('"config.json"', '"config"'))
+    with pytest.raises(ConfigError, match=r"another release, which did not note config\.json"):
+        program.run(request_of)
+    note.write_text(told)
     assert request_of.output.read_text() == rows
     other = tmp_path / "other.jsonl"
     other.write_text("mine\n")

@@ -146,6 +146,11 @@ class ScoreRows:
             )
         before = json.loads(self._note.read_text())
         differing = [k for k, value in self._made_of.items() if before.get(k) != value]
+        if unknown := [key for key in differing if key not in before]:
+            raise ConfigError(
+                f"{there} was made by another release, which did not note {', '.join(unknown)}; "
+                "give another --output, or remove it"
+            )
         if differing:
             raise ConfigError(
                 f"{there} was made with another {', '.join(differing)}; give another --output, or "
