@@ -49,6 +49,7 @@ class _Group:
     block: tuple[int, int] = (0, 0)
     bits: int = 4
     is_symmetric: bool = True
+    order: str = ""
 
     @property
     def told(self) -> str:
@@ -64,7 +65,8 @@ class _Group:
             return f"fp8-{rows}x{columns}-{'u8' if self.block == MXFP8 else 'bf16'}"
         if self.kind in ("mxfp4", "nvfp4"):
             return self.kind
-        return f"int{self.bits}-g{self.size or -1}{'' if self.is_symmetric else '-zeros'}"
+        zeros = "" if self.is_symmetric else "-zeros"
+        return f"int{self.bits}-g{self.size or -1}{zeros}{self.order}"
 
 
 def compressed_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
@@ -182,7 +184,8 @@ def _parse_group(name: str, group: Mapping[str, Any], default: Any, where: str) 
     if kind == "int" and (is_grouped or strategy == "channel"):
         own = int(size or 0) if is_grouped else 0
         if form == "pack-quantized" and bits in range(2, 9):
-            return _Group("int", own, bits=bits, is_symmetric=is_symmetric)
+            order = "-order" if weights.get("actorder") in ("group", True) else ""  # Else unstored.
+            return _Group("int", own, bits=bits, is_symmetric=is_symmetric, order=order)
         if form in ("int-quantized", "naive-quantized") and bits == _BYTE:
             return _Group("bytes", own, bits=bits, is_symmetric=is_symmetric)
     if not is_symmetric:

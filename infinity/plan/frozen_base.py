@@ -168,7 +168,7 @@ _CODECS: dict[str, Codec] = {
 
 
 # Of compressed-tensors, or else of the named writer; a group of -1 is a whole row.
-_INTEGERS = re.compile(r"(gptq-|awq-|mlx-|quark-|)int([2-8])-g(-1|[1-9]\d*)(-zeros|-order)?")
+_INTEGERS = re.compile(r"(gptq-|awq-|mlx-|quark-|)int([2-8])-g(-1|[1-9]\d*)(-zeros)?(-order)?")
 # Rows and columns of a block, as `FloatBlocks` has them, and the dtype of the scales.
 _FLOATS = re.compile(r"fp8-(\d+)x(\d+)(?:-(bf16|f16|f32|u8))?")
 
@@ -180,11 +180,12 @@ def stored_nbytes(format_name: str, rows: int, columns: int) -> int:
     if found := _INTEGERS.fullmatch(format_name):
         writer, bits, group = found[1].rstrip("-").upper(), int(found[2]), int(found[3])
         size = columns if group == -1 else group
-        codec = AffineGroups(size, bits=bits, has_zeros=found[4] is not None)
+        has_order = found[5] is not None
+        codec = AffineGroups(size, bits=bits, has_zeros=bool(found[4]), has_order=has_order)
         if writer == "MLX":
             codec = AffineGroups(size, bits=bits, layout=writer)
         elif writer:
-            codec = AffineGroups(size, "F16", bits, writer, True, has_order=found[4] == "-order")
+            codec = AffineGroups(size, "F16", bits, writer, True, has_order=has_order)
     elif blocks := _FLOATS.fullmatch(format_name):
         block = int(blocks[1]), int(blocks[2])
         codec = FloatBlocks(block, (blocks[3] or "f32").upper())

@@ -19,7 +19,7 @@ from infinity.errors import ConfigError
 from infinity.observe import Counters
 from infinity.plan.directory import read_directory
 from infinity.plan.files import shapes_remedy
-from infinity.plan.frozen_base import stored_of_shape
+from infinity.plan.frozen_base import stored_nbytes, stored_of_shape
 from infinity.plan.model import load_model, load_shape
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
@@ -97,6 +97,7 @@ def chats(count: int, longest: int) -> DataFacts:
 
 EVERYWHERE = ("self_attn.q_proj", "mlp.gate_proj", "mlp.shared_experts.up_proj",
               "mlp.experts.3.down_proj")  # fmt: skip
+ORDERED = {**INT4_GROUP["weights"], "symmetric": False, "actorder": "group"}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
@@ -111,6 +112,8 @@ def formats_in(quantization: dict[str, Any], layer: int = 7) -> dict[str, str]:
     [
         (FP8, "fp8-128x128", EVERYWHERE),
         (KIMI, "int4-g32", EVERYWHERE[3:]),
+        ({**KIMI, "config_groups": {"a": {"targets": ["Linear"], "weights": ORDERED}}},
+         "int4-g32-zeros-order", EVERYWHERE[3:]),
         ({"quant_method": "mxfp4"}, "mxfp4", EVERYWHERE[3:]),
         *(
             (
@@ -123,11 +126,12 @@ def formats_in(quantization: dict[str, Any], layer: int = 7) -> dict[str, str]:
         (NF4, "nf4-single", EVERYWHERE),
         ({**NF4, "bnb_4bit_use_double_quant": True}, "nf4", EVERYWHERE),
     ],
-)
+)  # fmt: skip
 def test_the_format_of_a_checkpoint_is_known_before_it_is_downloaded(
     quantization: dict[str, Any], name: str, modules: tuple[str, ...]
 ) -> None:
     assert formats_in(quantization) == dict.fromkeys(modules, name)
+    assert stored_nbytes(name, 128, 256) > 128 * 128
 
 
 def test_parts_with_other_bits_and_without_codes_are_counted_so() -> None:
