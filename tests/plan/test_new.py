@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,24 @@ def test_data_that_train_would_refuse_are_refused(
     found = read_data([tmp_path / "empty.jsonl", tmp_path / "labels.jsonl"], ByteTokenizer())
     assert (found.noun, found.num_records) == ("records", 1)
     assert 'train.method = "classify"' in caplog.text
+
+
+@pytest.mark.parametrize(("file", "content", "said"), [
+    ("generation_config.json", "[1]", "generation_config.json cannot be used"),
+    ("tokenizer.json", "{", "data.tokenizer: .* cannot be loaded"),
+    ("chat_template.jinja", "{{ no( }}", "record 1: the chat template refuses this conversation"),
+])  # fmt: skip
+def test_files_of_a_model_that_train_would_refuse_are_refused(
+    file: str, content: str, said: str, machine: Path, tmp_path: Path
+) -> None:
+    model = config_only(tmp_path / "model", QWEN3)
+    ByteTokenizer().for_records().save_pretrained(model)
+    (model / file).write_text(content)
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    data = ["--data", tmp_path / "chat.jsonl"] * file.startswith("chat")
+    refused = run(model, *data, "--hardware", machine)
+    assert refused.exit_code == 2 and re.search(said, " ".join(refused.output.split()))
 
 
 def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:

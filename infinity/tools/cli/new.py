@@ -286,12 +286,13 @@ def _facts(asked: NewOptions, length: int | None) -> DataFacts | None:
     from infinity.tools.training.settle import tokenizer_of
     from infinity.tools.training.tokenizers import open_tokenizer
 
+    choice = tokenizer_of(asked.directory)
+    tokenizer = open_tokenizer(choice.value)
     if not asked.data:
         return None
-    choice = tokenizer_of(asked.directory)
     if choice.value == "bytes":
         note(str(choice))
-    return read_data(asked.data, open_tokenizer(choice.value), length)
+    return read_data(asked.data, tokenizer, length)
 
 
 def _decide(

@@ -22,6 +22,7 @@ from infinity.tools.training.records import (
     first_record,
     kind_of_columns,
     load_records,
+    mark_conversations,
     needed_columns,
 )
 from infinity.tools.training.tokenizers import Tokenizer
@@ -73,6 +74,11 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = 
             'train.method = "sft", which does not learn them; write the file without --data, then '
             'set data.paths, and train.method = "dpo" or "reward"'
         )
+    if records and (fast := tokenizer.for_records()).chat_template:
+        first, place = load_records(records, most=1), str(records[0])
+        if "images" not in first.column_names:
+            kind = kind_of_columns(first.column_names, place)
+            mark_conversations(first, fast, place, assistant_only=True, kind=kind)
     found = [_read(file, tokenizer, length) for file in chain(texts, records)]
     num_tokens = sum(facts.num_tokens for facts in found)
     if not num_tokens:

@@ -190,6 +190,7 @@ def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = Fal
         model = model_for_text(hf_config, where, trusts_code=trusts_code, kind=kind)
     if config.train is not None and config.train.activation_checkpointing:
         checkpoint_activations(model)
+    take_generation_config(model, path)
     check_new_adapters(model, [of for of in config.every_adapter if of.resume is None])
 
 

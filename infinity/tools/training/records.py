@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -82,12 +82,17 @@ _FORM = 2  # Of the tables in the cache of `datasets`. Raise it when a record be
 
 
 def load_records(
-    paths: Sequence[Path], *, vocab_size: int | None = None, labels: tuple[str, ...] = ()
+    paths: Sequence[Path],
+    *,
+    vocab_size: int | None = None,
+    labels: tuple[str, ...] = (),
+    most: int | None = None,
 ) -> Any:
     """Returns one `datasets.Dataset` of all files, in their order, with the columns of their kind.
 
     vocab_size: that of the model, with which records of token ids are compared
     labels: the names of labels; then records are texts with a `label`, which becomes its number
+    most: so many of the first records; None is all
     Raises ConfigError that names the file, and the line or the record.
     """
     import datasets
@@ -97,6 +102,7 @@ def load_records(
         datasets.disable_progress_bars()
     first = first_record(paths, vocab_size=vocab_size, labels=labels)
     options = {"paths": tuple(map(str, paths)), "vocab_size": vocab_size, "labels": labels}
+    options |= {"most": most}
     stamps = {"stamps": tuple(stamp_of(path) for path in paths), "form": _FORM}
     try:
         found = datasets.Dataset.from_generator(
@@ -257,11 +263,12 @@ def has_messages(dataset: Any) -> bool:
 
 
 def _generate(
-    paths: Sequence[str], vocab_size: int | None, labels: tuple[str, ...], stamps: Any, form: int
-) -> Iterator[Row]:
+    paths: Sequence[str], vocab_size: int | None, labels: tuple[str, ...], most: int | None,
+    stamps: Any, form: int,
+) -> Iterator[Row]:  # fmt: skip
     """Yields the rows of the table. `stamps` and `form` tell tables in the cache apart."""
     assert stamps and form == _FORM
-    for record in _read([Path(path) for path in paths], vocab_size, labels):
+    for record in islice(_read([Path(path) for path in paths], vocab_size, labels), most):
         is_json = {name for name, value in record.items() if _is_json(name, value)}
         yield (
             {"images": []}
