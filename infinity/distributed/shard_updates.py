@@ -285,8 +285,8 @@ class ShardUpdates(EarlyUpdates):
 
     def _update_early(self, update: UnitUpdate) -> None:
         """Updates a shard beside its bytes of the last step, which stay what everybody reads. A
-        failed read or a lack of space ends the attempt: who needs the bytes next meets the
-        cause."""
+        failed read or a lack of space ends the attempt: the next need of the bytes meets
+        the cause."""
         shard = update.unit.index
         self._undecided.begin(update.unit)
         try:

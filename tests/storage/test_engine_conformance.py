@@ -264,7 +264,7 @@ def test_small_extents_are_large_blocks_or_many_in_flight(
 ) -> None:
     """256 extents of 64 KiB, scattered in memory. Neighbours in the file go to the drive in whole
     blocks, others one by one, with as many bytes in flight. What that is worth in seconds is the
-    drive's business, and measured by `infinity bench --only extents`."""
+    drive's business, and measured by `bench/drive_sections.py`."""
     engine = open_any(native_name, block_nbytes=4 * MIB, queue_depth=2, num_threads=4)
     places = [arena.address + at * 64 * KIB for at in range(256)]
     random.Random(0).shuffle(places)

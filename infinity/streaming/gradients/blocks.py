@@ -7,7 +7,7 @@ Note [Sums that stay in memory]
   through blocks of others, so some blocks are written ahead of them: as many bytes as are
   missing, or two of the largest sums. A block that another owner needs is written first. A sum
   that was forgotten and that no update awaits is not written; its block is the place of the next
-  one, or memory for who asks first.
+  one, or free memory, whichever is needed first.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class SumsInBlocks:
 
     def give_back_written(self, sums: UnitGradients) -> None:
         """Gives the block of a sum that is WRITING back if the write is over. After a failed write
-        the block stays, for who needs the gradients next to meet the error. Waits for no drive."""
+        the block stays: the next use of the gradients raises the error. Waits for no drive."""
         unit = sums.unit
         if not (sums.writing is None or sums.writing.done()):
             return

@@ -313,8 +313,8 @@ class LeavingGradients:
 
     def add_next(self) -> Sequence[Copy] | None:
         """Makes an addition that is due. Never waits: returns the copy that the next one needs,
-        none if it was made, or None if none is due, or the copy has failed: who needs the sum next
-        meets the error."""
+        none if it was made, or None if none is due, or the copy has failed: the next use of the
+        sum raises the error."""
         if not self.num_additions:
             return None
         copy = self.gradients[0].copy

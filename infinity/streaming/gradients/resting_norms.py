@@ -14,9 +14,9 @@ Note [Same bits]
   binary_kernel_reduce_lastdim and norm_two_reduce_step in ATen/native/cpu of PyTorch 2.13.)
 
 Note [Copies of a sum that changes]
-  Nothing waits for a copy but its task. Who changes the sum ends the task first, as for a sum on
-  the host (Note [Who reads a sum]), so what a copy brings of another content is never a norm. A sum
-  that waits for memory is known by its stamp.
+  Nothing waits for a copy but its task. Code that changes the sum ends the task first, as for a
+  sum on the host (tensors.py, Note [Who reads a sum]), so what a copy brings of another content is
+  never a norm. A sum that waits for memory is known by its stamp.
 """
 
 from __future__ import annotations

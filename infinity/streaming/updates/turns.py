@@ -122,7 +122,7 @@ class UpdateTurns(EarlyUpdates):
             self._ring.take()
             return
         self.reclaim()
-        self._chunks.check_out(update)  # They stay when the ring goes: Note [Tight budgets].
+        self._chunks.check_out(update)  # They stay when the ring goes: tiers/host.py.
         try:
             self._ring.take()
         except BaseException:
@@ -352,8 +352,8 @@ class UpdateTurns(EarlyUpdates):
             self._chunks.check_in(update, write_now=True)
 
     def _fail(self, update: UnitUpdate, error: BaseException) -> None:
-        """Raises the error of a pending update, unless it is a drive's: who needs the unit next
-        meets that, and tells it."""
+        """Raises the error of a pending update, unless it is a drive's, which the next use of the
+        unit raises."""
         self._is_feeding = False
         if update.is_begun:
             self.tear(error)

@@ -12,7 +12,7 @@ Note [Without the lock] (INV-26)
   The backward takes the engine's lock for every gradient. If a chunk were updated under the lock,
   each of them would wait for one: on an H200 a backward of 0.10 s took 0.32 s. So the arithmetic
   of a chunk is `LooseWork`: its arrays were taken under the lock, and belong to nobody else until
-  the work has ended. Who has to know that it is over, because a unit is needed, a step decides or
+  the work has ended. Code that needs it to be over, because a unit is needed, a step decides or
   memory is short, ends it: waits for the arithmetic with the lock, and does what is left.
 """
 

@@ -200,7 +200,7 @@ class WeightCache:
 
     def _restack(self, weights: Weights) -> None:
         """Moves the block of an idle unit, which is about to be in use, to those in use: see
-        Note [Tight budgets]. Raises StorageError if a write has failed."""
+        `tiers/host.py`, Note [Tight budgets]. Raises StorageError if a write has failed."""
         if self.space.is_stacked(weights):
             return
         if weights.state is WeightState.ATTACHED:

@@ -47,7 +47,7 @@ class NewOptions:
         Path, arg("MODEL_DIR", "The directory of a downloaded model; config.json alone is enough.")
     ]
     data: Annotated[
-        list[Path] | None, opt("FILE", "Conversations (.jsonl) or text; may be repeated.")
+        list[Path] | None, opt("FILE", "Records, text or captioned images; may be repeated.")
     ] = None
     rank: Annotated[
         int | None, opt("RANK", "Rank of the adapter; 16 by default.", "--lora", min=1)

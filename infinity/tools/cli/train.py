@@ -61,7 +61,7 @@ def train(
     as_json: _AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fine-tune a causal language model as a configuration file describes.
+    """Fine-tune a model as a configuration file describes.
 
     Ctrl-C finishes the step, writes the export (with [checkpoint]: a checkpoint), and ends with
     exit code 130. A second Ctrl-C ends the run at once. SIGTERM (143) and SIGQUIT do the same.
