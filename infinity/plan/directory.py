@@ -110,20 +110,20 @@ def _stored(plan: ImportPlan, shape: ModelShape, model: Any, format_name: str) -
     sources: defaultdict[PartKey, list[str]] = defaultdict(list)
     matrices: defaultdict[PartKey, Matrices] = defaultdict(tuple)
     places, tensors = places_of(model), plan.stored()
-    for planned in plan.groups:
-        targets = (plan.view.targets[name] for name in planned.targets if name in plan.view.targets)
+    for group in plan.groups:
+        targets = (plan.view.targets[name] for name in group.targets if name in plan.view.targets)
         names = [name for target in targets for name in target.parameter_names]
         if not names:
             continue
         kind = type(model.get_submodule(names[0].rpartition(".")[0]))
         key, found = places[names[0]], tensors.get(names[0])
-        is_apart = found and not key[1] and len(planned.targets) == 1
+        is_apart = found and not key[1] and len(group.targets) == 1
         if is_apart and kind in (nn.Linear, nn.Embedding):  # The engine divides these.
             size = tuple(model.get_parameter(names[0]).shape)
-            matrix = replace(_part(plan.source, planned.group.source_names), tensor=found or ())
+            matrix = replace(_part(plan.source, group.source_names), tensor=found or ())
             matrices[key] += ((size, matrix),)
         else:
-            sources[key] += planned.group.source_names
+            sources[key] += group.source_names
     parts = {}
     for key in {**sources, **matrices}:
         block = shape.blocks[key[0]] if key[1] and isinstance(key[0], int) else None

@@ -128,9 +128,9 @@ def test_experts_are_packed_one_target_at_a_time(tmp_path, monkeypatch):
     plan = source.plan(make_empty("mixtral"))
 
     for group in plan.groups:
-        experts = {name.split(".experts.")[0] for name in group.group.source_names}
+        experts = {name.split(".experts.")[0] for name in group.source_names}
         assert len(experts) == 1, "a group never spans layers"
-    assert max(len(group.group.sources) for group in plan.groups) == 3 * 2
+    assert max(len(group.sources) for group in plan.groups) == 3 * 2
 
 
 def test_base_model_checkpoint_feeds_a_model_with_a_head(tmp_path):

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ class WeightSource(WeightTensors):
 
 def _match(
     source: WeightTensors, view: ModelView, groups: Sequence[TensorGroup]
-) -> tuple[list[PlannedGroup], list[str], list[str]]:
+) -> tuple[list[TensorGroup], list[str], list[str]]:
     """Finds the target of every tensor that the groups make.
 
     Returns the groups that make a target first; targets that no group makes, by canonical name; and
@@ -117,7 +117,7 @@ def _match(
     facts = {name: (source.shape(name), source.dtype(name)) for name in source.names()}
     provider: dict[str, TensorGroup] = {}  # canonical name -> the group that makes it
     duplicates: list[tuple[TensorGroup, TensorGroup]] = []
-    kept: list[PlannedGroup] = []
+    kept: list[TensorGroup] = []
     without_place: list[str] = []
     for group in groups:
         is_new = False
@@ -140,7 +140,7 @@ def _match(
                 provider[target.canonical] = group
                 is_new = True
         if is_new:
-            kept.append(PlannedGroup(group, {n: shape for n, (shape, _) in made.items()}))
+            kept.append(replace(group, targets={n: shape for n, (shape, _) in made.items()}))
     for first, second in duplicates:
         _check_tied(source, first, second)
     every = dict.fromkeys(target.canonical for target in view.targets.values())
@@ -175,14 +175,6 @@ def _check_tied(source: WeightTensors, first: TensorGroup, second: TensorGroup) 
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedGroup:
-    """A group, and the shapes of the targets that it makes, by name."""
-
-    group: TensorGroup
-    targets: dict[str, tuple[int, ...]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPlan:
     """A checked mapping from the tensors of a checkpoint to those of a model.
@@ -192,7 +184,7 @@ class ImportPlan:
 
     source: WeightTensors
     view: ModelView
-    groups: list[PlannedGroup]
+    groups: list[TensorGroup]
     missing: list[str]
     unexpected: list[str]
 
@@ -209,11 +201,11 @@ class ImportPlan:
         """
         found: dict[str, StoredTensor] = {}
         places = SourcePlaces(self.view)
-        for planned in self.groups:
-            names = planned.group.source_names
+        for group in self.groups:
+            names = group.source_names
             shapes = [self.source.shape(name) for name in names]
-            placed = places.of(planned.group, shapes, planned.targets)
-            for name, sources in zip(planned.targets, placed or (), strict=bool(placed)):
+            placed = places.of(group, shapes, group.targets)
+            for name, sources in zip(group.targets, placed or (), strict=bool(placed)):
                 target = self.view.targets.get(name)
                 if target is None:
                     continue
@@ -245,9 +237,8 @@ class ImportPlan:
         written: set[str] = set()
         wide = names_kept_wide(self.view.model)
         try:
-            for planned in self.groups:
-                group = planned.group
-                if self._is_read_in_place(planned, in_place):
+            for group in self.groups:
+                if self._is_read_in_place(group, in_place):
                     continue
                 if tile_rows is not None and self._load_by_tiles(group, write, tile_rows, written):
                     continue
@@ -272,9 +263,9 @@ class ImportPlan:
         finally:
             self.source.close()
 
-    def _is_read_in_place(self, planned: PlannedGroup, in_place: Set[str]) -> bool:
+    def _is_read_in_place(self, group: TensorGroup, in_place: Set[str]) -> bool:
         """Whether nothing that the group makes has to be read now."""
-        targets = [self.view.targets[n] for n in planned.targets if n in self.view.targets]
+        targets = [self.view.targets[n] for n in group.targets if n in self.view.targets]
         return all(
             target.parameter_names and set(target.parameter_names) <= in_place for target in targets
         )

@@ -19,7 +19,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,13 +36,15 @@ class TensorGroup:
     """Source tensors that together make one or more targets.
 
     `sources` are (pattern, name) in the order that the operations expect. `transform` is an object
-    of transformers, or None if the group copies one source to one target.
+    of transformers, or None if the group copies one source to one target. `targets`: the shapes of
+    what it makes, by name, once it is planned.
     """
 
     first_target: str
     sources: tuple[tuple[str, str], ...]
     transform: Any = None
     rename: Callable[[str], str] | None = None
+    targets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -571,10 +571,10 @@ def _without_weights_of_base(
     """
     plan = base.plan(adapted, strict=False)
     stored = {
-        plan.view.targets[target].canonical: planned.group.source_names[0]
-        for planned in plan.groups
-        if planned.group.transform is None
-        for target in planned.targets
+        plan.view.targets[target].canonical: group.source_names[0]
+        for group in plan.groups
+        if group.transform is None
+        for target in group.targets
     }
     left = []
     for name in names:

@@ -164,22 +164,22 @@ def _changes(
     places, wide = SourcePlaces(adapted.get_base_model()), names_kept_wide(adapted)
     found: dict[str, list[Change]] = {}
     left = set(layers)
-    for planned in groups:
-        if not any(target in layers for target in planned.targets):
+    for group in groups:
+        if not any(target in layers for target in group.targets):
             continue
-        shapes = [source.shape(name) for name in planned.group.source_names]
-        placed = places.of(planned.group, shapes, planned.targets)
+        shapes = [source.shape(name) for name in group.source_names]
+        placed = places.of(group, shapes, group.targets)
         if placed is None:
             raise UnsupportedError(
-                f"{', '.join(planned.group.source_names[:3])} are converted when they are read, so "
+                f"{', '.join(group.source_names[:3])} are converted when they are read, so "
                 "an adapter cannot be merged into them one by one; merge it in memory by "
                 "merge_and_unload"
             )
-        for target, boxes in zip(planned.targets, placed, strict=True):
+        for target, boxes in zip(group.targets, placed, strict=True):
             left.discard(target)
             for box in boxes:
-                name = planned.group.source_names[box.index]
-                is_full = sorted(source.shape(name)) == sorted(planned.targets[target])
+                name = group.source_names[box.index]
+                is_full = sorted(source.shape(name)) == sorted(group.targets[target])
                 is_wide = wide is not None and wide.search(target) is not None
                 found.setdefault(name, []).extend(
                     Change(factors, box, is_full, is_wide) for factors in layers.get(target, [])
