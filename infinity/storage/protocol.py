@@ -14,18 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, Protocol, Self, TypeAlias
 
 from typing_extensions import override
 
 Operation = Literal["read", "write"]
-
-_SUMMED = (
-    "read_nbytes", "write_nbytes", "num_reads", "num_writes", "num_retries", "num_short_transfers",
-    "num_errors", "busy_s",
-)  # fmt: skip
 
 
 class Priority(IntEnum):
@@ -258,22 +253,13 @@ class DeviceStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Sums over all files, the files, and the devices. `busy_s` adds up over files.
-
-    `by_file` has one row per open file, and one per path of the first 64 that were closed.
-    """
+    """The files and the devices. `by_file` has one row per open file, and one per path of the first
+    64 that were closed."""
 
     by_file: tuple[FileStats, ...] = ()
     by_device: tuple[DeviceStats, ...] = ()
-    read_nbytes: int = field(init=False)
-    write_nbytes: int = field(init=False)
-    num_reads: int = field(init=False)
-    num_writes: int = field(init=False)
-    num_retries: int = field(init=False)
-    num_short_transfers: int = field(init=False)
-    num_errors: int = field(init=False)
-    busy_s: float = field(init=False)
 
-    def __post_init__(self) -> None:
-        for name in _SUMMED:
-            object.__setattr__(self, name, sum(getattr(file, name) for file in self.by_file))
+    def total(self, name: str) -> float:
+        """Returns the sum over all files of one of the numbers in `FileStats`."""
+        found: list[float] = [getattr(file, name) for file in self.by_file]
+        return sum(found)

@@ -109,9 +109,9 @@ def test_passing_fault_is_made_good(
         with drive(tmp_path / "drive", operation, str(rung), answer) as path:
             round_trip(engine, arena, path, rung)
     stats = engine.stats()
-    assert stats.num_errors == 0
+    assert stats.total("num_errors") == 0
     if answer == "short":
-        assert stats.num_short_transfers == 2
+        assert stats.total("num_short_transfers") == 2
 
 
 @may_mount_fuse
@@ -216,7 +216,7 @@ def test_blocks_that_a_drive_has_lost_fail_and_the_others_are_read(
         error = caught.value
         assert (error.errno, error.path) == (errno.EIO, str(path))
         assert (error.offset_nbytes, error.nbytes) == (at * PAGE_NBYTES, PAGE_NBYTES)
-    assert engine.stats().num_errors == num_pages // 2
+    assert engine.stats().total("num_errors") == num_pages // 2
     with pytest.raises(StorageError) as caught:
         engine.submit("read", [Segment(file, 0, arena.address, len(data))], Priority.STATE).wait()
     assert caught.value.errno == errno.EIO
