@@ -20,7 +20,6 @@ from infinity.tools.cli import app
 from infinity.tools.pictures.steps import by_link, idle_by_cause, kind_of, picture_of
 from infinity.tools.pictures.timeline import (
     Bars,
-    NamedInterval,
     PageTable,
     TrackPicture,
     page_of,
@@ -178,7 +177,7 @@ def test_text_of_a_trace_cannot_become_markup() -> None:
         evil,
         evil,
         [(evil, [Bars("#000000", [(0, 1)], [evil])])],
-        [NamedInterval(evil, 0, 1, "#fff")],
+        [Bars("#ffffff", [(0, 1)], [evil])],
     )
     table = PageTable(evil, [evil], [([evil], 2.0)], evil)
     view = replace(picture, name=evil, tables=[table])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.distributed.collective.collectives import Collectives
-from infinity.distributed.collective.exchange import DeviceExchange, SumLayout
+from infinity.distributed.collective.exchange import DeviceExchange
 from infinity.distributed.collective.issuing import Proposal
 from infinity.distributed.collective.order import Key
 from infinity.distributed.sums.partials import from_wire_code, wire_code
@@ -67,18 +67,6 @@ class GradientBucket:
         return sum(member.nbytes for member in self.contributions)
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A bucket that was reduced or cancelled.
-
-    `means`, on the device: per contribution the mean over all ranks, of the part that this rank
-    owns. None for a cancelled bucket.
-    """
-
-    bucket: GradientBucket
-    means: list[torch.Tensor] | None
-
-
 class GradientBuckets:
     """The buckets of this rank. For the training thread, or autograd's while the training thread
     waits.
@@ -111,7 +99,7 @@ class GradientBuckets:
         self._generations = generations
 
     def _stand_in(self, _key: Key, size: int) -> Copy:
-        return self._exchange.sum_nothing(SumLayout(*from_wire_code(size)))
+        return self._exchange.sum_nothing(*from_wire_code(size))
 
     @property
     def is_on(self) -> bool:
@@ -172,8 +160,12 @@ class GradientBuckets:
         for unit in list(self._open):
             self.close(unit)
 
-    def take(self, *, all_of_them: bool = False) -> Iterator[Answered]:
-        """Yields answered buckets in the order of proposal. `all_of_them` waits for the rest."""
+    def take(
+        self, *, all_of_them: bool = False
+    ) -> Iterator[tuple[GradientBucket, list[torch.Tensor] | None]]:
+        """Yields answered buckets in the order of proposal, each with the means over all ranks, on
+        the device: per contribution that of the part that this rank owns; None for a bucket that
+        was cancelled. `all_of_them` waits for the rest."""
         while self._proposed and (
             all_of_them or self._is_over(self._proposed[0]) or self._has_too_much()
         ):
@@ -182,20 +174,20 @@ class GradientBuckets:
             if not self._collectives.settle(bucket.proposal):
                 for event in bucket.ready:  # They are copied from, perhaps on another stream.
                     self._exchange.current().wait_event(event)
-                yield Answered(bucket, None)
+                yield bucket, None
                 continue
             assert bucket.summed is not None
             bucket.summed.order()
             if bucket.present is not None:
                 bucket.summed.wait()
                 if not bucket.present.all():  # The host path passes a rank without gradients over.
-                    yield Answered(bucket, None)
+                    yield bucket, None
                     continue
             numels = [
                 sum(s.stop - s.start for s in self._shares[member.spec] if s.rank == self._rank)
                 for member in bucket.contributions
             ]
-            yield Answered(bucket, list(bucket.mean.split(numels)))
+            yield bucket, list(bucket.mean.split(numels))
 
     def _is_over(self, bucket: GradientBucket) -> bool:
         assert bucket.proposal is not None

@@ -129,14 +129,6 @@ def choose_round(
     return buffers
 
 
-@dataclass(frozen=True, slots=True)
-class SumLayout:
-    """The dtype of an exchange of gradients, and the most elements that a rank owns of them."""
-
-    dtype: torch.dtype
-    numel: int
-
-
 class _Gathers(NamedTuple):
     """The gathers of one process group: its ranks, and the bytes of each in a round."""
 
@@ -198,7 +190,7 @@ class DeviceExchange:
         most = self._sum_part_nbytes // torch.float32.itemsize
         return [
             *copies,
-            *(self.sum_nothing(SumLayout(torch.float32, n)) for n in sorted({1, most})),
+            *(self.sum_nothing(torch.float32, n) for n in sorted({1, most})),
         ]
 
     def take(self, region: Region) -> None:
@@ -381,29 +373,28 @@ class DeviceExchange:
         """
         for event in ready:
             self._sum_link.wait_event(event)
-        layout = SumLayout(
-            next(tensor.dtype for tensors in gradients for tensor in tensors),
-            max(sum(tensor.numel() for tensor in tensors) for tensors in gradients),
-        )
-        for start, numel in self._sum_rounds(layout):
-            self._sum_round(gradients, mean, start, numel, layout.dtype)
+        dtype = next(tensor.dtype for tensors in gradients for tensor in tensors)
+        most_numel = max(sum(tensor.numel() for tensor in tensors) for tensors in gradients)
+        for start, numel in self._sum_rounds(dtype, most_numel):
+            self._sum_round(gradients, mean, start, numel, dtype)
         if present is not None:
             self._exchange_presence(present, is_present=True)
         kept = [mean, *(tensor for tensors in gradients for tensor in tensors)]
         return self._device.watch_link(self._sum_link, kept, owner=owner)
 
-    def sum_nothing(self, layout: SumLayout) -> StreamCopy:
-        """Takes part in the exchange of gradients of other ranks, without gradients."""
-        for _, numel in self._sum_rounds(layout):
-            self._sum_round(None, None, 0, numel, layout.dtype)
+    def sum_nothing(self, dtype: torch.dtype, most_numel: int) -> StreamCopy:
+        """Takes part in the exchange of gradients of other ranks, without gradients. A rank owns
+        `most_numel` elements of these at the most."""
+        for _, numel in self._sum_rounds(dtype, most_numel):
+            self._sum_round(None, None, 0, numel, dtype)
         present = self.host_flags()
         self._exchange_presence(present, is_present=False)
         return self._device.watch_link(self._sum_link, present)
 
-    def _sum_rounds(self, layout: SumLayout) -> Iterator[tuple[int, int]]:
-        at_once = self._sum_part_nbytes // layout.dtype.itemsize
-        for start in range(0, layout.numel, at_once):
-            yield start, min(at_once, layout.numel - start)
+    def _sum_rounds(self, dtype: torch.dtype, most_numel: int) -> Iterator[tuple[int, int]]:
+        at_once = self._sum_part_nbytes // dtype.itemsize
+        for start in range(0, most_numel, at_once):
+            yield start, min(at_once, most_numel - start)
 
     def _sum_round(
         self,

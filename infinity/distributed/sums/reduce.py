@@ -117,17 +117,14 @@ class DistributedGradients(GradientSink):
         if self._buckets is None:
             return
         with ending_all(self._store.transport.failures, IN_SUMS):
-            for answered in self._buckets.take(all_of_them=all_of_them):
-                contributions = answered.bucket.contributions
-                if answered.means is None:
-                    for contribution in contributions:
+            for bucket, means in self._buckets.take(all_of_them=all_of_them):
+                if means is None:
+                    for contribution in bucket.contributions:
                         self._give(contribution)
                 else:
-                    for contribution, mean in zip(contributions, answered.means, strict=True):
+                    for contribution, mean in zip(bucket.contributions, means, strict=True):
                         self.sums.add_mean(contribution, mean)
-                    self.owned.write_out(
-                        self._store.partition.local[answered.bucket.unit.index].unit
-                    )
+                    self.owned.write_out(self._store.partition.local[bucket.unit.index].unit)
 
     def _give(self, contribution: Contribution, *, is_on_host: bool = False) -> list[RemoteRequest]:
         """Sends the parts of a gradient to their owners and adds what may be added already."""

@@ -13,7 +13,6 @@ from infinity.tools.pictures.timeline import (
     COLORS,
     LINK_COLUMNS,
     Bars,
-    NamedInterval,
     PageRow,
     PageTable,
     TrackPicture,
@@ -110,7 +109,7 @@ def _end_ns(step: StepSummary) -> int:
     return step.start_ns + round(step.length_s * 1e9)
 
 
-def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedInterval]:
+def _phases(spans: Sequence[Span], step: StepSummary) -> list[Bars]:
     phases = [
         span
         for span in spans
@@ -119,11 +118,10 @@ def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedInterval]:
         and span.start_ns < _end_ns(step)
     ]
     return [
-        NamedInterval(
-            span.name,
-            (span.start_ns - step.start_ns) / 1e6,
-            (span.end_ns - span.start_ns) / 1e6,
+        Bars(
             _PHASE_COLORS[number % len(_PHASE_COLORS)],
+            [((span.start_ns - step.start_ns) / 1e6, (span.end_ns - span.start_ns) / 1e6)],
+            [span.name],
         )
         for number, span in enumerate(phases)
     ]

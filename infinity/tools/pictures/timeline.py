@@ -53,16 +53,6 @@ class Bars:
     names: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class NamedInterval:
-    """An interval of the row above the tracks, with its name where the name fits."""
-
-    name: str
-    start: float
-    length: float
-    color: str
-
-
 # The cells of a row of a table, and a share from 0 to 1 that is drawn as a bar behind the first.
 PageRow = tuple[Sequence[str], float | None]
 
@@ -81,16 +71,16 @@ class PageTable:
 class TrackPicture:
     """A picture of tracks over time, from the top down.
 
-    `tracks` are (label, bars). `intervals`, if any, make a row above the tracks. `edges` are
-    vertical lines. `legend` gives the meaning of colors. The time axis goes from `start` to `end`;
-    without `end` it shows every bar. `unit_s` is the length of its unit in seconds. A page shows
-    the picture under its `name`, with its `tables`.
+    `tracks` are (label, bars). `intervals`, if any, make a row above the tracks, with their names
+    where these fit. `edges` are vertical lines. `legend` gives the meaning of colors. The time axis
+    goes from `start` to `end`; without `end` it shows every bar. `unit_s` is the length of its unit
+    in seconds. A page shows the picture under its `name`, with its `tables`.
     """
 
     title: str
     time_label: str
     tracks: Sequence[tuple[str, Sequence[Bars]]]
-    intervals: Sequence[NamedInterval] = ()
+    intervals: Sequence[Bars] = ()
     edges: Sequence[float] = ()
     legend: Mapping[str, str] = field(default_factory=dict)
     start: float = 0.0
@@ -158,15 +148,15 @@ def _num_rows(picture: TrackPicture) -> int:
 def _paint_tracks(axis: Any, picture: TrackPicture) -> None:
     first = 1 if picture.intervals else 0
     num_rows = _num_rows(picture)
-    ends = [interval.start + interval.length for interval in picture.intervals]
+    ends = [start + length for group in picture.intervals for start, length in group.bars]
     width = picture.end or max(ends, default=0)
-    for interval in picture.intervals:
-        bars = [(interval.start, interval.length)]
+    for group in picture.intervals:
         place = (-_BAR_HEIGHT / 2, _BAR_HEIGHT)
-        axis.broken_barh(bars, place, color=interval.color, linewidth=0)
-        if interval.length > _LEAST_NAMED_SHARE * width:
-            middle = interval.start + interval.length / 2
-            axis.text(middle, 0, interval.name, ha="center", va="center", fontsize=8, clip_on=True)
+        axis.broken_barh(group.bars, place, color=group.color, linewidth=0)
+        for (start, length), name in zip(group.bars, group.names, strict=True):
+            if length > _LEAST_NAMED_SHARE * width:
+                middle = start + length / 2
+                axis.text(middle, 0, name, ha="center", va="center", fontsize=8, clip_on=True)
     for row, (_, groups) in enumerate(picture.tracks, start=first):
         for group in groups:
             place = (row - _BAR_HEIGHT / 2, _BAR_HEIGHT)
@@ -268,8 +258,9 @@ def _data_of(view: TrackPicture) -> dict[str, Any]:
         "edges": list(view.edges),
         "legend": dict(view.legend),
         "stretches": [
-            [_short(interval.start), _short(interval.length), interval.name]
-            for interval in view.intervals
+            [_short(start), _short(length), name]
+            for group in view.intervals
+            for (start, length), name in zip(group.bars, group.names, strict=True)
         ],
         "tracks": [_track_data(label, groups) for label, groups in view.tracks],
     }
