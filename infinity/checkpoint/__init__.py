@@ -14,9 +14,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.checkpoint.dcp.export_state import export_checkpoint_dcp, export_dcp
+    from infinity.checkpoint.dcp.export_state import (
+        export_checkpoint_dcp,
+        export_dcp,
+        optimizer_state_dict,
+    )
     from infinity.checkpoint.dcp.import_state import import_dcp
-    from infinity.checkpoint.dcp.optimizer_state import optimizer_state_dict
     from infinity.checkpoint.huggingface.export_weights import (
         export_checkpoint_safetensors,
         export_safetensors,
@@ -47,14 +50,13 @@ __all__ = [
 _MODULE_OF = {
     name: f"{__name__}.{module}"
     for module, names in {
-        "dcp.export_state": ("export_checkpoint_dcp", "export_dcp"),
+        "dcp.export_state": ("export_checkpoint_dcp", "export_dcp", "optimizer_state_dict"),
         "dcp.import_state": ("import_dcp",),
         "huggingface.export_weights": ("export_checkpoint_safetensors", "export_safetensors"),
         "huggingface.import_weights": ("WeightSource", "weight_source"),
         "run.copy": ("Saving",),
         "run.inspection": ("inspect",),
         "run.load": ("load",),
-        "dcp.optimizer_state": ("optimizer_state_dict",),
         "run.save": ("async_save", "commit", "save"),
     }.items()
     for name in names

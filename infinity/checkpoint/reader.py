@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import nn
@@ -63,24 +63,6 @@ class StatePart:
     values: torch.Tensor
 
 
-class StateSource(Protocol):
-    """State to export. `optimizer` is None or the result of `OffloadedOptimizer.named_state`."""
-
-    @property
-    def infos(self) -> list[StateInfo]:
-        """Every tensor of the state."""
-
-    @property
-    def optimizer(self) -> dict[str, Any] | None:
-        """The settings and step counts of the optimizer; None if none was saved."""
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Returns every buffer, on the host."""
-
-    def parts(self) -> Iterator[StatePart]:
-        """Yields the parts of all tensors of `infos`, in that order."""
-
-
 @contextmanager
 def full_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
     """Gives the state of an offloaded model, which is at rest during the block.
@@ -107,7 +89,8 @@ def engine_source(
 
 
 class _EngineSource:
-    """The state in the tiers of an engine, for the first rank that of all ranks."""
+    """The state in the tiers of an engine, for the first rank that of all ranks. `optimizer` is
+    None or the result of `OffloadedOptimizer.named_state`."""
 
     def __init__(
         self, model: nn.Module, state: StateAccess, optimizer: dict[str, Any] | None
@@ -287,6 +270,9 @@ class CheckpointSource(Closing):
             has_one = {(name, "residual"), (name, "master")} & self._stored.keys()
             return bool(has_one) and weight_dtype is not torch.float32
         return kind == "weight" or (name in self._optimized and (name, kind) in self._stored)
+
+
+StateSource: TypeAlias = _EngineSource | CheckpointSource
 
 
 def _key(name: str, kind: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Builds an engine from a model and a configuration; refuses bad input before anything changes.
 
-The steps, each in a file of its own: `refusals` looks at the model, `lay_out` makes units and
-budgets, `open_tiers` opens the tiers, `first_values` fills them. This file connects the parts.
+The steps: `refuse_model` looks at the model, `lay_out` makes units and budgets, `open_tiers` opens
+the tiers, `first_values` fills them. This file connects the parts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from infinity.config import SwapConfig
 from infinity.config.machine import bind_rank
@@ -39,19 +39,25 @@ from infinity.engine.engine import Engine
 from infinity.engine.first_values import fill, move_buffers, values_to_come
 from infinity.engine.lay_out import RunPlan, lay_out
 from infinity.engine.open_tiers import OpenTiers, open_tiers
-from infinity.engine.refusals import refuse_model
+from infinity.engine.registry import is_offloaded
 from infinity.engine.update_rates import place_updates
-from infinity.errors import CapacityError, InfinityError
+from infinity.errors import CapacityError, ConfigError, InfinityError, UnsupportedError
 from infinity.modules.autograd.param import OffloadedParam
 from infinity.modules.handles.handle import Handle
-from infinity.modules.handles.originals import Originals
+from infinity.modules.handles.originals import Follower, Originals
+from infinity.modules.reading.adapters import (
+    derived_buffers,
+    refuse_values_to_come,
+    refuse_without_values,
+)
 from infinity.modules.reading.discover import ModelLayout, UnitRule
 from infinity.modules.reading.dtypes import Dtypes
+from infinity.modules.reading.empty_weights import Awaited
 from infinity.modules.reading.load_plan import LoadPlan, StoredParams
 from infinity.modules.tiling.layers import TiledParam
 from infinity.modules.tiling.split import Tiling
 from infinity.state.budgets import Budgets
-from infinity.state.store import LocalStore, RestingState, StateStore
+from infinity.state.store import LocalStore, RestingState
 from infinity.state.units import Unit
 from infinity.storage.protocol import StorageEngine
 from infinity.storage.volume import Adopted
@@ -188,14 +194,8 @@ def _settle_rank(config: SwapConfig, ranks: RankTopology, device: ChosenDevice) 
     return config
 
 
-@dataclass(frozen=True, slots=True)
-class _Sharded:
-    """The store of all ranks' state, and what devices exchange with each other."""
-
-    store: DistributedStore
-    collectives: Collectives | None
-    buckets: GradientBuckets | None
-    unshard: DeviceUnshard | None
+# What devices exchange with each other; None for each: hosts do.
+_Exchange: TypeAlias = tuple[Collectives | None, GradientBuckets | None, DeviceUnshard | None]
 
 
 def _assemble(
@@ -216,12 +216,12 @@ def _assemble(
     )  # fmt: skip
     local = LocalStore(resting, tiers.host, device, counters)
     source = WeightProvider()
-    store: StateStore = local
-    sharded = None
+    store: LocalStore | DistributedStore = local
+    exchange: _Exchange = (None, None, None)
     if sharding is not None:
-        sharded = _share(sharding, local, tiers, budgets, resources)
-        store, is_outdated = sharded.store, sharding.partition.shards_parameters
-        source = sharded.unshard or WeightProvider(is_outdated_by_step=is_outdated)
+        store, exchange = _share(sharding, local, tiers, budgets, resources)
+        is_outdated = sharding.partition.shards_parameters
+        source = exchange[2] or WeightProvider(is_outdated_by_step=is_outdated)
     inputs = InputMemory(budgets.inputs_nbytes, budgets.working_nbytes - budgets.inputs_nbytes)
     weight_cache = WeightCache(
         store, pool=tiers.host, device=device, counters=counters, inputs=inputs, source=source,
@@ -236,7 +236,7 @@ def _assemble(
         rides_along=plan.config.schedule.updates != "at_step" and sharding is None,
     )  # fmt: skip
     gradients, updater, masters, ranks = _step_parts(
-        plan, tiers, local, sharded, weight_cache, updates, passes, resources
+        plan, tiers, store, exchange, weight_cache, updates, passes, resources
     )
     activations, waiting = _activation_stores(plan, tiers, inputs, weight_cache)
     return Engine(
@@ -267,21 +267,20 @@ def _activation_stores(
 
 def _share(
     plan: ShardingPlan, local: LocalStore, tiers: OpenTiers, budgets: Budgets, resources: ExitStack
-) -> _Sharded:
+) -> tuple[DistributedStore, _Exchange]:
     groups = plan.join_devices(tiers.device, resources)
     store = plan.store(
         local, tiers.host, tiers.counters, resources,
         reduce_buffer_nbytes=budgets.reduce_buffer_nbytes, begin_thread=tiers.device.begin_thread,
     )  # fmt: skip
-    exchange = plan.exchange(store, tiers.device, groups, tiers.counters, resources)
-    return _Sharded(store, *exchange)
+    return store, plan.exchange(store, tiers.device, groups, tiers.counters, resources)
 
 
 def _step_parts(
     plan: RunPlan,
     tiers: OpenTiers,
-    store: LocalStore,
-    sharded: _Sharded | None,
+    store: LocalStore | DistributedStore,
+    exchange: _Exchange,
     weight_cache: WeightCache,
     updates: UpdateSettings,
     passes: Passes,
@@ -289,9 +288,10 @@ def _step_parts(
 ) -> tuple[GradientSink, StepRunner, MasterWeights, Ranks]:
     """Returns the parts of a step that differ with ranks."""
     pool, device, counters = tiers.host, tiers.device, tiers.counters
+    collectives, buckets, unshard = exchange
     resources.callback(store.resting.close)
     takes_bf16 = updates.is_beside and updates.on_device is None
-    if sharded is None or plan.sharding is None:
+    if isinstance(store, LocalStore):
         gradients = GradientStore(
             store, pool=pool, device=device, counters=counters,
             blocks=PooledSumBlocks(pool, SumsStay.WHILE_FREE),
@@ -303,29 +303,26 @@ def _step_parts(
         in_order = weight_cache.by_next_use()
         updater = Updater(store, pool, weight_cache, gradients, counters, updates, in_order)
         return gradients, updater, Masters(store, pool), OneRank()
+    assert plan.sharding is not None
     memory = SumsMemory(pool, plan.sharding.sums, plan.budgets)
-    local = GradientStore(sharded.store, pool=pool, device=device, counters=counters, blocks=memory)
-    stay = SumsStay.BESIDE_OTHERS if can_defer(sharded.store, updates) else SumsStay.NEVER
-    over_ranks = SumsOverRanks(
-        sharded.store, pool, device, counters, stay=stay, takes_bf16=takes_bf16
-    )
+    local = GradientStore(store, pool=pool, device=device, counters=counters, blocks=memory)
+    stay = SumsStay.BESIDE_OTHERS if can_defer(store, updates) else SumsStay.NEVER
+    over_ranks = SumsOverRanks(store, pool, device, counters, stay=stay, takes_bf16=takes_bf16)
     # Sums that will be sent wait for all their parts, also when memory is short.
-    if not sharded.store.partition.shards_gradients:
+    if not store.partition.shards_gradients:
         pool.add_giver(Giver.SUMS, lambda _: local.reclaim())
     pool.add_giver(Giver.SUMS, lambda _: over_ranks.store.reclaim())
     reduced = DistributedGradients(
-        sharded.store, local=local, sums=over_ranks, sums_memory=memory, device=device,
+        store, local=local, sums=over_ranks, sums_memory=memory, device=device,
         reduce_dtype=_DTYPES.get(plan.config.distributed.reduce_dtype),
-        passes=passes, buckets=sharded.buckets,
+        passes=passes, buckets=buckets,
     )  # fmt: skip
     resources.callback(reduced.local.close)
     resources.callback(reduced.owned.close)
-    distributed = DistributedUpdater(
-        sharded.store, pool, weight_cache, reduced, counters, updates, sharded.unshard
-    )
+    distributed = DistributedUpdater(store, pool, weight_cache, reduced, counters, updates, unshard)
     resources.callback(distributed.abandon)  # Ends the thread that uses the tiers.
-    masters = DistributedMasters(sharded.store, pool)
-    sync = RankSync(sharded.store, weight_cache, reduced, sharded.collectives)
+    masters = DistributedMasters(store, pool)
+    sync = RankSync(store, weight_cache, reduced, collectives)
     return reduced, distributed, masters, sync
 
 
@@ -355,3 +352,70 @@ def _params(
                 found.name, unit, spec, handle, compute, found.registrations, found.parameter
             )
     return [by_parameter[id(parameter)] for parameter in layout.root.parameters()]
+
+
+# -- Models that cannot be offloaded ---------------------------------------------------------------
+
+
+def refuse_model(model: nn.Module, *, has_weights: bool) -> None:
+    """Raises ConfigError or UnsupportedError, and changes nothing (INV-10).
+
+    `has_weights`: values of parameters and of persistent buffers come from files.
+    """
+    if is_offloaded(model):
+        raise ConfigError(f"{type(model).__name__} is offloaded already")
+    _refuse_compiled(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, (Handle, Follower)):
+            raise ConfigError(f"{name!r} belongs to a model that is offloaded already")
+        if is_lazy(parameter):
+            raise UnsupportedError(
+                f"{name!r} has no shape yet: its module is lazy and was never run. Run a forward, "
+                "or give the module its sizes, before infinity.offload"
+            )
+        if type(parameter.data) not in (torch.Tensor, Awaited):
+            raise UnsupportedError(
+                f"{name!r} is a {type(parameter.data).__name__}; expected a plain tensor. "
+                "Offload the model before it is sharded or quantized by other means"
+            )
+        if parameter.grad is not None:
+            raise ConfigError(
+                f"{name!r} has a gradient, which would be lost; finish the step, or "
+                "model.zero_grad(), before infinity.offload"
+            )
+        if parameter._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"{name!r} has a hook after the accumulation of its gradient, but the gradient "
+                "leaves for its tier before that; remove the hook, or use register_hook"
+            )
+    refuse_without_values(model)
+    refuse_values_to_come(model)
+    derived = derived_buffers(model)
+    for module_name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (
+            module.sparse and module.weight.requires_grad
+        ):
+            raise UnsupportedError(
+                f"the gradient of {module_name or type(module).__name__!r} would be sparse; "
+                "expected a dense one. Build the embedding with sparse=False"
+            )
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta or id(buffer) in derived:
+                continue
+            if not has_weights or name in module._non_persistent_buffers_set:
+                raise ConfigError(
+                    f"buffer {module_name}.{name} is on the meta device and no file has its value; "
+                    "build the model under `with infinity.init_empty_weights(config):`, which "
+                    "keeps buffers real; one that is computed from a weight, as spectral_norm "
+                    "does, needs offload(weights=...), or a module that is built outside of it"
+                )
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise UnsupportedError(
+                f"{name or type(module).__name__!r} was compiled by torch.jit, which keeps its "
+                "parameters out of reach; expected the module that torch.jit.script or "
+                "torch.jit.trace was given. Compiled functions may take weights as arguments"
+            )

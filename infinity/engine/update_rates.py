@@ -28,7 +28,7 @@ from infinity.simulate.spec import Rates, drive_rates
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import MIB, align_down
 from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Unit
-from infinity.streaming.updates import device_update as update_on_device
+from infinity.streaming.updates import chunk_update
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostPool
 
@@ -111,9 +111,9 @@ def time_updates(
     try:
         memory = host.tensor(block).zero_()
         spans = [_span(chunk, unit.has_residual) for chunk in memory.split(chunk_nbytes)]
-        if not update_on_device.can_update_on_device(spans, _SETTINGS):
+        if not chunk_update.can_update_on_device(spans, _SETTINGS):
             return None
-        slice_nbytes = min(chunk_nbytes, _ITEM_NBYTES * update_on_device.SLICE_NUMEL)
+        slice_nbytes = min(chunk_nbytes, _ITEM_NBYTES * chunk_update.SLICE_NUMEL)
         there = torch.zeros(slice_nbytes, dtype=torch.uint8, device=device.torch_device)
         span_there = _span(there, unit.has_residual)
         slices = [part for part in memory.split(slice_nbytes) if part.numel() == slice_nbytes]

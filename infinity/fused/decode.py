@@ -52,7 +52,7 @@ class Record:
 
     @property
     def facts(self) -> tuple[int | str, ...]:
-        """All of it, one after the other: `in_records` of `packed_kernels.py` takes it so."""
+        """All of it, one after the other: `_in_records` of `decode_kernels.py` takes it so."""
         of_codes = (self.numel, self.nbytes, *self.low, self.scale, *self.high)
         return (*of_codes, self.minimum, *self.factors)
 

@@ -17,21 +17,19 @@ from infinity.distributed.setup import ShardingPlan
 from infinity.plan.capacity import (
     by_kind,
     fitted,
-    refuse_full_tiers,
-    window_nbytes_of,
-    with_checkpoint_tier,
-)
-from infinity.plan.hardware import Hardware
-from infinity.plan.inputs import (
     input_nbytes,
     obstacles_of,
+    refuse_full_tiers,
     said_of_devices,
     said_of_tiles,
     said_of_waiting,
     saved_inputs,
     saved_on,
     waiting_nbytes,
+    window_nbytes_of,
+    with_checkpoint_tier,
 )
+from infinity.plan.hardware import Hardware
 from infinity.plan.layout import ModuleWork, PlannedModel
 from infinity.plan.node import NodeView, RankLayout, layout_of_rank
 from infinity.simulate.job import Batch, make_job, num_fibers_of, rank_loads

@@ -154,8 +154,7 @@ def choose_config(
     sizes alone; logs them. A frozen model is planned as the base of the smallest adapter. Raises
     CapacityError if the model does not fit."""
     from infinity.plan.directory import read_directory
-    from infinity.tools.plan.decide import decide, sizes_here
-    from infinity.tools.plan.draft import Wish
+    from infinity.tools.plan.draft import Wish, decide, sizes_here
 
     found = read_directory(directory)
     rank = 1 if is_frozen else None

@@ -17,18 +17,20 @@ ceiling of a raw ring with it, tests compare the engine with it. Training never 
 docs/BENCH.md, io_uring(7), io_uring_setup(2), io_uring_enter(2).
 """
 
-from infinity.uring.capabilities import Probe, probe, try_registering
 from infinity.uring.ring import (
     OPCODES,
     Completion,
     Feature,
     Memory,
+    Probe,
     Raw,
     RegisteredBuffer,
     Ring,
     RingError,
     SetupFlag,
     is_built,
+    probe,
+    try_registering,
 )
 
 __all__ = [

@@ -13,7 +13,6 @@ import infinity.fused
 
 KERNELS = (
     "number_kernels",
-    "packed_kernels",
     "decode_kernels",
     "update_kernels",
     "sum_kernels",

@@ -129,7 +129,7 @@ def test_without_a_file_it_takes_memory_and_says_so(
     (tmp_path / "large").mkdir()
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000, "head_dim": 256}
     (tmp_path / "large" / "config.json").write_text(json.dumps(table | wide))
-    monkeypatch.setattr("infinity.tools.plan.decide.available_host_nbytes", lambda: 3 << 29)
+    monkeypatch.setattr("infinity.tools.plan.draft.available_host_nbytes", lambda: 3 << 29)
     config = choose_config(Path("large"))
     assert config.tiers.nvme[0].path == tmp_path / "large-swap"
     assert config.placement.moments == ("host", "nvme")

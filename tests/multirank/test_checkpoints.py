@@ -22,7 +22,7 @@ from infinity.checkpoint.run.directory import step_of
 from infinity.checkpoint.run.opened import OpenCheckpoint, StoredReader
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.ops.dynamic_8bit import State8Bit, decode
-from infinity.storage.page_reader import PageReader
+from infinity.storage.checksums import PageReader
 from tests.support import forked
 from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled

@@ -15,7 +15,7 @@ from infinity.observe import Counters
 from infinity.ops.rules import AdamWSettings
 from infinity.ops.span import StateSpan
 from infinity.storage.arena import Arena
-from infinity.streaming.updates import device_update
+from infinity.streaming.updates import chunk_update
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostPool
 from tests.support.models import Mlp
@@ -65,7 +65,7 @@ def train(
 def test_state_on_the_device_is_updated_there_with_the_host_s_bits(
     dtype: torch.dtype, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.streaming.updates.device_update.SLICE_NUMEL", 768)
+    monkeypatch.setattr("infinity.streaming.updates.chunk_update.SLICE_NUMEL", 768)
     there = dict.fromkeys(("master", "moments"), "device")
     expected, *_ = train(swap_directory, dtype, {}, "host")
     found, in_nbytes, out_nbytes = train(swap_directory, dtype, there, "device")
@@ -123,13 +123,13 @@ def test_no_copy_of_host_memory_is_under_way_after_an_update_on_the_device(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, step=1)
-    monkeypatch.setattr(device_update, "SLICE_NUMEL", 512)
+    monkeypatch.setattr(chunk_update, "SLICE_NUMEL", 512)
 
     def run_out(*unused: Any) -> None:
         raise torch.OutOfMemoryError
 
     if fails:
-        monkeypatch.setattr(device_update, "update_span_", run_out)
+        monkeypatch.setattr(chunk_update, "update_span_", run_out)
     device, counters = SimulatedDevice(1, delay_s=0.01), Counters()
     with Arena(1 << 20, huge_pages=False) as arena:
         host = HostPool(arena, counters)
@@ -140,7 +140,7 @@ def test_no_copy_of_host_memory_is_under_way_after_an_update_on_the_device(
         weight, *moments = (torch.zeros(1024) for _ in range(3))
         with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
             span = StateSpan(weight, gradient, tuple(moments), None)
-            device_update.update_on_device(device, [span], settings, 1.0)
+            chunk_update.update_on_device(device, [span], settings, 1.0)
         assert fails or bool((weight != 0).all())
         host.free(block)  # The simulated device refuses it under a copy.
         device.close()

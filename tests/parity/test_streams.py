@@ -30,7 +30,7 @@ from infinity.storage.protocol import Priority
 from infinity.streaming.gradients import leaving
 from infinity.streaming.gradients.leaving import LeavingGradients
 from infinity.streaming.inputs.activations import ActivationStore, InputMemory
-from infinity.streaming.updates.device_update import update_on_device
+from infinity.streaming.updates.chunk_update import update_on_device
 from infinity.streaming.weights.access_order import AccessOrder
 from infinity.streaming.weights.moves import WeightMoves
 from infinity.streaming.weights.read_ahead import ReadAhead
@@ -204,7 +204,7 @@ def test_whoever_is_found_faster_updates_with_the_same_bits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whatever was timed before leaves nothing behind that training could see."""
-    monkeypatch.setattr("infinity.streaming.updates.device_update.SLICE_NUMEL", 512)
+    monkeypatch.setattr("infinity.streaming.updates.chunk_update.SLICE_NUMEL", 512)
     monkeypatch.setattr("infinity.simulate.update_device.LEAST_UPDATE_NBYTES", 0)
     timed: list[Rates] = []
 

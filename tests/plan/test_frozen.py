@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from infinity.config import AdapterConfig, SwapConfig
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan import Batch, Forecast, forecast, load_hardware
+from infinity.plan.capacity import activations_nbytes
 from infinity.plan.frozen_base import stored_nbytes, stored_of_shape
 from infinity.plan.hardware import Device, Hardware
-from infinity.plan.inputs import activations_nbytes
 from infinity.plan.layout import PlannedModel
 from infinity.plan.model import load_shape, model_of_shape
 from infinity.plan.shapes import adapter_size, shape_of_config

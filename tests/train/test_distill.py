@@ -20,7 +20,7 @@ from infinity.config.schema.train import Distill
 from infinity.errors import CapacityError, ConfigError
 from infinity.tools import logprobs
 from infinity.tools.scoring import program as scoring
-from infinity.tools.training import divergence, program
+from infinity.tools.training import program, teacher
 from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.commands import run_command
@@ -185,14 +185,14 @@ def test_slices_of_the_head_have_the_loss_and_the_gradients_of_all_rows(
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(10, 4), torch.randn(16, 4), torch.randn(16)
     top = torch.randn(2, 5, 16).log_softmax(-1).topk(3, -1)
-    said = divergence.Likeliest(top.indices, top.values)
+    said = teacher.Likeliest(top.indices, top.values)
     options = Distill.model_validate({"teacher": "x", "reverse_kl": 0.5})
     labels = torch.zeros(2, 6, dtype=torch.int64)
 
     def run() -> list[torch.Tensor]:
         inputs = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
-        with divergence.taught(said, labels, options):
-            values, *_ = divergence._DivergenceRows.apply(
+        with teacher.taught(said, labels, options):
+            values, *_ = teacher._DivergenceRows.apply(
                 *inputs, labels[:, 1:].flatten(), 1.0, 0, 3.0, 0.5, ()
             )
         values.sum().backward()
@@ -202,7 +202,7 @@ def test_slices_of_the_head_have_the_loss_and_the_gradients_of_all_rows(
     monkeypatch.setattr(logprobs, "MOST_LOGITS", 4 * 16)
     for found, expected in zip(run(), whole, strict=True):
         torch.testing.assert_close(found, expected)
-    assert len(divergence._slices(10, 16)) == 3 and whole[0].abs().min() > 0
+    assert len(teacher._slices(10, 16)) == 3 and whole[0].abs().min() > 0
 
 
 @pytest.mark.parametrize(

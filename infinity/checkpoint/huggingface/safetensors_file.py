@@ -42,8 +42,8 @@ from infinity.checkpoint.durable import TRANSFER_NBYTES, partial_of, reserve_spa
 from infinity.codecs.plain import STORED_DTYPES
 from infinity.errors import UnsupportedError, corrupt, reporting
 from infinity.sizes import MIB
+from infinity.storage.checksums import read_into
 from infinity.storage.closing import Closing
-from infinity.storage.page_reader import read_into
 from infinity.storage.shards import ShardIdentity
 
 _LENGTH_NBYTES = 8

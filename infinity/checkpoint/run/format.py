@@ -40,8 +40,7 @@ from infinity.bounded import (
 )
 from infinity.errors import InfinityError, StorageError, UnsupportedError, corrupt, reporting
 from infinity.sizes import GIB, PAGE_NBYTES, align_down, align_up
-from infinity.storage.checksums import CHECKSUM_NBYTES
-from infinity.storage.page_reader import BUFFER_NBYTES, PageReader
+from infinity.storage.checksums import BUFFER_NBYTES, CHECKSUM_NBYTES, PageReader
 from infinity.storage.protocol import FileRange
 
 # 3 for several ranks, 2 for linked state, 1 otherwise, so that older versions read all they can.

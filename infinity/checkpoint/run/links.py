@@ -53,9 +53,9 @@ from infinity.errors import InfinityError, StorageError
 from infinity.state.spare_generations import count_spares
 from infinity.state.store import NvmeLocation
 from infinity.state.units import StateKind, Unit
+from infinity.storage.checksums import PageReader
 from infinity.storage.generations import Adopted, FrozenContent, files_of
 from infinity.storage.lock_file import job_of, swap_names
-from infinity.storage.page_reader import PageReader
 from infinity.storage.protocol import FileRange
 from infinity.storage.swap_directory import examine
 from infinity.storage.volume import Volume

@@ -53,8 +53,8 @@ from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, StorageError, UnsupportedError, corrupt, listed
 from infinity.state.tiles import name_of_tiled, number_of_tile
 from infinity.state.units import MOMENT_KINDS
+from infinity.storage.checksums import PageReader
 from infinity.storage.closing import Closing
-from infinity.storage.page_reader import PageReader
 
 if TYPE_CHECKING:
     from _hashlib import HASH

@@ -302,8 +302,7 @@ def _decide(
 
     from infinity.plan import load_hardware
     from infinity.tools.plan.data_facts import IMAGES
-    from infinity.tools.plan.decide import decide
-    from infinity.tools.plan.draft import draft
+    from infinity.tools.plan.draft import decide, draft
     from infinity.tools.plan.measure import measure_all
     from infinity.tools.training.model import refuse_untrainable
 

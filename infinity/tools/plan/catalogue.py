@@ -18,8 +18,7 @@ from infinity.plan.frozen_base import stored_of_shape
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import load_shape, model_for
 from infinity.plan.predict import Forecast
-from infinity.tools.plan.decide import fit
-from infinity.tools.plan.draft import Draft, Wish, draft
+from infinity.tools.plan.draft import Draft, Wish, draft, fit
 from infinity.tools.plan.report import count, decimal
 from infinity.tools.training.settle import settle
 

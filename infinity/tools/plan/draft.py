@@ -1,26 +1,37 @@
-"""A file for `infinity train`, decided from a model, its data and a machine. Pure.
+"""A file for `infinity train`, decided from a model, its data and a machine.
 
 `draft` writes the file down; `fitted_draft` tries drafts from the simplest on, everything in host
-memory, until the planner says that one fits the machine.
+memory, until the planner says that one fits the machine. `decide` does so for a directory: for
+`infinity new`, and for `infinity.from_pretrained` without a file.
 """
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import torch
 
 from infinity.config import SwapConfig, render
 from infinity.config.hub import model_name
 from infinity.config.source import ConfigSource
 from infinity.errors import CapacityError
-from infinity.plan.hardware import UNSURE, Hardware
-from infinity.plan.predict import Forecast
+from infinity.plan.directory import ModelDirectory
+from infinity.plan.hardware import UNSURE, Device, Hardware, Host, Nvme
+from infinity.plan.layout import PlannedModel
+from infinity.plan.model import model_for
+from infinity.plan.predict import Forecast, forecast
+from infinity.simulate.job import batch_of
 from infinity.sizes import GIB, MIB, align_up, format_nbytes
+from infinity.storage.arena import available_host_nbytes
+from infinity.tiers.open_device import device_kind
 from infinity.tools.plan.data_facts import CAPTIONED, IMAGES, PAIRS, SCORED, DataFacts
 from infinity.tools.plan.report import duration, flops, sentences
+from infinity.tools.training.settle import settle
 
 Table = dict[str, Any]
 Forecaster = Callable[[SwapConfig], Forecast]
@@ -402,3 +413,58 @@ def describe_machine(hardware: Hardware) -> str:
         parts.append(f"drives that read {read:.3g} GB/s")
     unsure = hardware.source.partition(UNSURE)[2]
     return f"{hardware.name}: {', '.join(parts)}" + (f" (unsure: {unsure})" if unsure else "")
+
+
+# -- The draft that suits a model and a machine ----------------------------------------------------
+
+
+# The machine on which the first draft of a wish runs the model of a directory.
+Machine: TypeAlias = Callable[[SwapConfig, PlannedModel, ModelDirectory], Hardware]
+
+
+def decide(
+    wish: Wish, directory: ModelDirectory, machine_of: Machine
+) -> tuple[Hardware, Draft, Forecast]:
+    """Returns the machine, the first draft that fits it, and its forecast; if none fits, the last
+    draft with its obstacles. Raises CapacityError if the state fits in no way."""
+    first = settle(draft(wish, None, spills=bool(wish.swap)).config)
+    has_images = wish.noun == IMAGES
+    model = model_for(first, directory.shape, directory.stored, has_images=has_images)
+    machine = machine_of(first, model, directory)
+    drives = directory.num_drives if directory.files and not wish.is_here else None
+    return machine, *fit(wish, model, machine, drives)
+
+
+def fit(
+    wish: Wish, model: PlannedModel, machine: Hardware, shard_drives: int | None = None
+) -> tuple[Draft, Forecast]:
+    """Returns the first draft with which the model fits the machine, as `fitted_draft` does."""
+
+    def forecaster(config: SwapConfig) -> Forecast:
+        settled = settle(config)
+        return forecast(
+            settled, model, machine, batch_of(settled), num_ranks=wish.num_ranks,
+            shard_drives=shard_drives,
+        )  # fmt: skip
+
+    return fitted_draft(wish, machine, forecaster)
+
+
+def sizes_here(config: SwapConfig, *_: object) -> Hardware:
+    """Returns this machine with its sizes, which take no time to read. The rates are round numbers:
+    whether a draft fits does not depend on them."""
+    memory = None
+    if device_kind(config.tiers.device) == "cuda":
+        memory = torch.cuda.mem_get_info()[0]
+    free_nbytes = min(
+        (shutil.disk_usage(tier.path.parent).free for tier in config.tiers.nvme), default=0
+    )
+    return Hardware(
+        name="this machine",
+        source="sizes only",
+        host=Host(
+            memory=available_host_nbytes(), update_gb_per_s=10, sum_gb_per_s=10, norm_threads=1
+        ),
+        device=Device(count=1, tflops=10, memory=memory, h2d_gb_per_s=20, d2h_gb_per_s=20),
+        nvme=Nvme(drives=1, capacity=free_nbytes, read_gb_per_s=3, write_gb_per_s=2),
+    )

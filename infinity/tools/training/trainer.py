@@ -36,7 +36,6 @@ from infinity.optimizers.algorithms import OPTIMIZERS
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.private.torch import tree_leaves
 from infinity.tools.training.denoising import Denoising
-from infinity.tools.training.divergence import give_head, taught
 from infinity.tools.training.embedding import loss_of, wrapped
 from infinity.tools.training.job_data import JobData, check_amount
 from infinity.tools.training.latents import cache_of, collate
@@ -50,7 +49,7 @@ from infinity.tools.training.methods import (
 from infinity.tools.training.metrics import digest, digests_of_rows
 from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.report import Step
-from infinity.tools.training.teacher import Teacher
+from infinity.tools.training.teacher import Teacher, give_head, taught
 from infinity.tools.training.tokenizers import Tokenizer
 
 MOST_SKIPPED = 16  # Steps in a row; more are no coincidence.
