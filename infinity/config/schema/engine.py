@@ -113,8 +113,8 @@ class Distributed(Section):
     ranks. The bits are the same."""
     timeout_s: Annotated[int, integer(1)] = 600
     """Seconds that a rank waits, until the model is offloaded, for a living rank that does not
-    come. In training that wait has no limit. A rank that dies is named within seconds, a process
-    that hangs after this time, but after 5 to 20 seconds."""
+    come. In training that wait has no limit. A rank that dies is named within seconds, one that
+    hangs after this time, at least 5 and at most 20 seconds."""
     reduce_buffer: Annotated[Literal["auto"] | int, auto_or(size())] = "auto"
     """Host bytes of a rank's budget for gradients of other ranks that wait to be summed. When the
     buffer is full, gradients wait on nvme if state rests there; otherwise their sender waits.

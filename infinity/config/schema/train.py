@@ -131,7 +131,7 @@ class Grpo(Section):
     """Strength with which the model is held to that before training."""
     sampler: Annotated[str, some_text("a sampler"), MAY_CHANGE] = "transformers"
     """ "transformers" generates with the model that is trained. The address of an OpenAI-compatible
-    server, "http://HOST:PORT", lets that generate for "grpo" with [adapter]."""
+    server, "http://HOST:PORT", makes that server generate; "grpo" with [adapter] only."""
     sampler_directory: Annotated[Location | None, MAY_CHANGE] = Field(
         None, json_schema_extra={"x-default": "`sampler` inside output.directory"}
     )
