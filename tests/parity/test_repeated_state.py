@@ -795,7 +795,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     **{
         f"a shared {what}": (lambda what=what: Model(partial(Shares, what)), square, words)
         for what, words in (
-            ("norm", r"blocks\.0\.norm.running_mean changes in a block"),
+            ("norm", r"blocks\.0\.norm.num_batches_tracked changes in a block"),
             ("generator", r"blocks\.0\.generator changes in a block"),
             ("table", r"blocks\.0\.table\.calls changes in a block"),
             ("class", r"Shares\.total changes in a block"),

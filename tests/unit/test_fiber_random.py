@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infinity.modules.accumulate.fiber import Random
+from infinity.modules.accumulate.reachable import is_alike
 
 
 class _Device:
@@ -100,3 +104,22 @@ def test_a_host_alone_draws_as_before() -> None:
         torch.manual_seed(seed)
         expected.append(float(torch.rand(())))
     assert drawn == expected
+
+
+@given(st.lists(st.sampled_from(["normal", "uniform", "nothing", "seed", "kept", "other"])))
+def test_the_state_of_numpy_is_what_numpy_says_after_any_draws(steps: list[str]) -> None:
+    """A normal number is drawn with a second one, which is kept beside the generator's words."""
+    generators, kept = Random(torch.device("cpu")), numpy.random.get_state()
+    for step in steps:
+        if step == "normal":
+            numpy.random.normal()
+        elif step == "uniform":
+            numpy.random.random()
+        elif step == "seed":
+            numpy.random.seed(3)
+        elif step == "kept":
+            generators.set([*generators.state()[:1], kept, *generators.state()[2:]])
+            assert is_alike(numpy.random.get_state(), kept)
+        elif step == "other":
+            kept = generators.state()[1]
+        assert is_alike(generators.state()[1], numpy.random.get_state())

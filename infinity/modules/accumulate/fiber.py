@@ -13,9 +13,11 @@ Note [Calls beside]
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import hashlib
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +38,7 @@ from infinity.modules.autograd.threads import in_same_modes, process_flags
 
 # Libraries keep settings of a thread in variables of their own when they are first asked (decimal).
 _PLAIN_VALUES = (bool, int, float, str, list, tuple, dict, set, torch.Tensor)
+_NUM_WORDS = 625  # Of `struct mt19937_state` of NumPy.
 
 
 class _Thread:
@@ -207,6 +210,54 @@ class Fiber:
         self.records.clear()
 
 
+class _OfNumpy:
+    """NumPy's generator. `numpy.random.get_state` and `set_state` take 30 us each, and each block
+    of each micro-batch calls them, so the words of the generator are compared and copied as memory.
+    A draw that keeps a second normal number (`has_gauss`) changes them, too; until this number is
+    used, the state is read and set as a whole. `ctypes` is the bit generator's own interface.
+    """
+
+    def __init__(self) -> None:
+        self._generator = _generator_of_numpy()
+        self._address = self._generator.ctypes.state_address
+        self._known: tuple[bytes, Any] = b"", None  # The words and the state, as last read or set.
+        state: Any = numpy.random.get_state()
+        self._is_copied = state[0] == "MT19937" and self._words() == _words_of(state)
+
+    def _words(self) -> bytes:
+        return ctypes.string_at(self._address, _NUM_WORDS * 4)
+
+    def _is_known(self) -> bool:
+        """Whether nothing was drawn since the state was read or set."""
+        words, state = self._known
+        is_same = self._is_copied and _generator_of_numpy() is self._generator
+        return is_same and state is not None and not state[3] and self._words() == words
+
+    def state(self) -> Any:
+        if not self._is_known():
+            state: Any = numpy.random.get_state()
+            self._known = _words_of(state), state
+        return self._known[1]
+
+    def set(self, state: Any) -> None:
+        words = _words_of(state)
+        if self._is_known() and not state[3]:
+            ctypes.memmove(self._address, words, len(words))
+        else:
+            numpy.random.set_state(state)
+        self._known = words, state
+
+
+# NumPy's stubs lack it.
+_generator_of_numpy: Callable[[], Any] = vars(numpy.random)["get_bit_generator"]
+
+
+def _words_of(state: Any) -> bytes:
+    """Returns what `struct mt19937_state` of NumPy holds: the key and the place in it."""
+    kind, key, place = state[:3]
+    return key.tobytes() + int(place).to_bytes(4, sys.byteorder) if kind == "MT19937" else b""
+
+
 class Random:
     """The generators that a model draws from: those of the host and of the device in torch, that of
     Python and that of NumPy."""
@@ -214,10 +265,11 @@ class Random:
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else torch.get_device_module(device.type)
         self._index = torch.device(device.type) if device.index is None else device
+        self._of_numpy = _OfNumpy()
 
     def state(self) -> list[Any]:
         """Returns the states of all generators."""
-        states = [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
+        states = [random.getstate(), self._of_numpy.state(), torch.get_rng_state()]
         if self._device is not None:
             states.append(self._device.get_rng_state(self._index))
         return states
@@ -225,7 +277,7 @@ class Random:
     def set(self, states: list[Any]) -> None:
         """Sets states from `state`."""
         random.setstate(states[0])
-        numpy.random.set_state(states[1])
+        self._of_numpy.set(states[1])
         torch.set_rng_state(states[2])
         if self._device is not None:
             self._device.set_rng_state(states[3], self._index)

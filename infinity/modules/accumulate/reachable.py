@@ -57,15 +57,19 @@ class Changeable(NamedTuple):
     before: Any
     places: list[tuple[Any, Any]]
 
-    def is_changed(self, proof: Proof, *, is_assumed: bool = True) -> bool:
+    def is_changed(
+        self, proof: Proof, *, is_assumed: bool = True, by_version: bool = False
+    ) -> bool:
         """Whether the object holds something else now. is_assumed: a tensor that was once written
-        through `.data` is written again, where a comparison would wait for the device."""
+        through `.data` is written again, where a comparison would wait for the device. by_version:
+        writes of tensors through `.data` are not looked for."""
         if not isinstance(self.owner, torch.Tensor):
-            return not is_alike(_read(self.owner), self.before)
+            is_plain = isinstance(self.owner, (dict, list, set, deque))
+            return not is_alike(self.owner if is_plain else _read(self.owner), self.before)
         version, clone = self.before
         if version != _version(self.owner):
             return True
-        if clone is None:
+        if clone is None or by_version:
             return False
         if self.owner.device.type != "cpu" and not proof.is_young:
             return is_assumed and self.label in proof.written
@@ -226,15 +230,16 @@ class Reachable:
             self.look()
         return partial(_changed, self.cells, self._proof, is_assumed=is_assumed)
 
-    def take_changed(self) -> list[Changeable]:
-        """Returns the objects that hold something else than at the last look, and looks again."""
-        if cells := _changed(self.cells, self._proof):
+    def take_changed(self, *, by_version: bool = False) -> list[Changeable]:
+        """Returns the objects that hold something else than at the last look, and looks again. See
+        `Changeable.is_changed`."""
+        if cells := _changed(self.cells, self._proof, by_version=by_version):
             self.look()
         return cells
 
 
-def _changed(cells: list[Changeable], proof: Proof, *, is_assumed: bool = True) -> list[Changeable]:
-    return [cell for cell in cells if cell.is_changed(proof, is_assumed=is_assumed)]
+def _changed(cells: list[Changeable], proof: Proof, **how: bool) -> list[Changeable]:
+    return [cell for cell in cells if cell.is_changed(proof, **how)]
 
 
 class ProgramState:
@@ -317,9 +322,9 @@ class ProgramState:
             or any((id(cell.owner), key) in self._writers for key in cell.changed_keys())
         ]
 
-    def changed(self) -> list[str]:
+    def changed(self, *, by_version: bool = False) -> list[str]:
         """Returns the names of what has changed since the last call."""
-        return [cell.what() for cell in self._found.take_changed()]
+        return [cell.what() for cell in self._found.take_changed(by_version=by_version)]
 
     @cached_property
     def _of_blocks(self) -> Mapping[int, Any]:
