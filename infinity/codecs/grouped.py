@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,10 +79,7 @@ class GroupedScheme:
         )
         columns, count = shape[1], -(-shape[1] // codec.group)
         if order in found.headers and check_order(found, order, columns, count, codec.group):
-            codec = AffineGroups(
-                codec.group, dtype, codec.bits, self._layout, True, self._is_raised, True
-            )
-            found.add(f"{module}.weight", codec, shape, names)
+            found.add(f"{module}.weight", replace(codec, has_order=True), shape, names)
         else:  # Groups lie side by side, as g_idx says, too.
             found.add(f"{module}.weight", codec, shape, names[:3], aside=(order,))
 

@@ -238,7 +238,7 @@ async def raising(label: list[int], trainer_state: Any, **unused: Any) -> Any:
 
 
 @pytest.mark.parametrize(("reward", "said"), [
-    (short, "ValueError: expected 4 rewards, one for each completion; got 3"),
+    (short, "ValueError: The reward function 'short' returned 3 rewards, but 4"),
     (raising, r"ZeroDivisionError: .* \(.*test_grpo.py:\d+\)"),
 ])  # fmt: skip
 def test_a_reward_that_fails_is_named_with_its_step_and_its_prompts(

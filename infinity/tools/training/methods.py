@@ -13,10 +13,11 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
-from inspect import iscoroutinefunction
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,8 +126,6 @@ def rewards_of(options: Grpo) -> list[Any]:
             found.append(pkgutil.resolve_name(name))
             if not callable(found[-1]):
                 raise TypeError(f"it is a {type(found[-1]).__name__}")
-            if not isinstance(found[-1], torch.nn.Module):  # TRL calls these in another way.
-                found[-1] = _telling(name, found[-1])
         except Exception as error:  # The module may raise any.
             raise ConfigError(
                 f"train.grpo.rewards: {name}: {error}; expected module:function, of a module that "
@@ -138,42 +137,21 @@ def rewards_of(options: Grpo) -> list[Any]:
     return found if path is None else [*found, str(path)]
 
 
-def _telling(name: str, reward: Any) -> Any:
-    """Returns a reward function whose errors say what it was called with."""
-
-    @contextmanager
-    def telling(arguments: dict[str, Any]) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            where = [f" ({f.filename}:{f.lineno})" for f in frames if f.filename != __file__]
-            step, prompts = arguments["trainer_state"].global_step + 1, arguments["prompts"]
-            raise ConfigError(
-                f"train.grpo.rewards: {name} fails in step {step}, of the prompts "
-                f"{listed([*dict.fromkeys(map(str, prompts))])}: {type(error).__name__}: "
-                f"{' '.join(str(error).split())}{''.join(where[-1:])}"
-            ) from error
-
-    @wraps(reward)
-    def plain(**arguments: Any) -> Any:
-        with telling(arguments):
-            return _checked(reward(**arguments), len(arguments["prompts"]))
-
-    @wraps(reward)
-    async def awaited(**arguments: Any) -> Any:
-        with telling(arguments):
-            return _checked(await reward(**arguments), len(arguments["prompts"]))
-
-    return awaited if iscoroutinefunction(reward) else plain
-
-
-def _checked(rewards: Any, count: int) -> list[float]:
-    """Returns what TRL makes of rewards: one for each completion, NaN for None."""
-    found = [math.nan if reward is None else float(reward) for reward in rewards]
-    if len(found) != count:
-        raise ValueError(f"expected {count} rewards, one for each completion; got {len(found)}")
-    return found
+@contextmanager
+def telling_rewards(trainer: Any, prompts: Sequence[Any]) -> Iterator[None]:
+    """Says of an error in the block which reward function raised it, and for what."""
+    try:
+        yield
+    except Exception as error:
+        frames = [*reversed(traceback.extract_tb(error.__traceback__))]
+        called = [*takewhile(lambda frame: "trl" not in Path(frame.filename).parts, frames)]
+        name = called[-1].name if called else "/".join(trainer.reward_func_names)
+        where = f" ({called[0].filename}:{called[0].lineno})" if called else ""
+        raise ConfigError(
+            f"train.grpo.rewards: {name} fails in step {trainer.state.global_step + 1}, of the "
+            f"prompts {listed([*dict.fromkeys(map(str, prompts))])}: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}{where}"
+        ) from error
 
 
 def sampler_of(config: JobConfig) -> ServerSampler | None:

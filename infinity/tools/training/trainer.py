@@ -44,6 +44,7 @@ from infinity.tools.training.methods import (
     give_reference,
     measuring,
     rewards_of,
+    telling_rewards,
     trainer_arguments,
 )
 from infinity.tools.training.metrics import digest, digests_of_rows
@@ -223,6 +224,11 @@ class RunTrainer(OffloadedTrainer):
     _buffered_inputs: Any  # What a step of "grpo" or "rloo" learns: a part for each micro-batch.
     offloaded_optimizer: OffloadedOptimizer
     lr_scheduler: Any
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, *rest: Any) -> Any:
+        """Overrides TRL's."""
+        with telling_rewards(self, prompts):
+            return super()._calculate_rewards(inputs, prompts, *rest)  # type: ignore[misc]
 
     def begin_run(self, config: JobConfig, rank: JobRank) -> None:
         """Takes what the methods need; checks the amount of data."""
