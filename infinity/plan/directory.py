@@ -195,6 +195,9 @@ def _not_downloaded(
             "download them, and plan the directory"
         )
     by_module, places = scheme.by_module(), places_of(model)
+    # bitsandbytes quantises modules, and experts are parameters of one since transformers 5.
+    writer = str(table.get("transformers_version") or "4")
+    has_modules = method != "bitsandbytes" or writer.startswith("4")
     layers = next(name.partition(f".{at}.")[0] for name, (at, _) in places.items() if at == 0)
 
     def format_of(weight: Weight, place: Place) -> str:
@@ -205,6 +208,8 @@ def _not_downloaded(
             return ""
         names = [name]
         if weight.part == "experts":
+            if not has_modules and name == weight.name:
+                return ""
             around, _, own = name.rpartition(".")
             for last in _OF_EXPERTS.get(own, (own,)):
                 names += [f"{around}.{last}", f"{around}.0.{last}"]

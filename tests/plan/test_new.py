@@ -202,6 +202,10 @@ def test_a_directory_with_config_json_alone_has_the_bytes_of_its_format(tmp_path
     other = read_directory(config_only(tmp_path / "other", table)).stored
     parts = found.stored.parts.items()
     assert [key for key, part in parts if part != other.parts[key]] == [(1, False)]
+    for writer, said in (("4.57.1", "(attention, experts), rest"), ("5.2.0", "(attention), rest")):
+        table = {"model_type": "qwen3_moe", "transformers_version": writer}
+        packed = config_only(tmp_path / writer, table | {"quantization_config": NF4})
+        assert said in read_directory(packed).stored.formats
 
 
 def test_sequences_are_as_long_as_the_data_and_steps_are_one_pass() -> None:

@@ -316,6 +316,7 @@ def write_quantized(
         model.save_pretrained(scratch, max_shard_size="100GB")
         weights = _read_plain(Path(scratch) / "model.safetensors")
         config = json.loads((Path(scratch) / CONFIG_NAME).read_text())
+    del config["transformers_version"]  # What is published is older, and has experts apart.
     stored: dict[str, Stored] = {}
     plain: Names = []
     for name, weight in weights.items():
