@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _Model = Annotated[Path, arg("DIR", "The output of a run, an adapter, or a directory of weights.")]
 _Config = Annotated[Path | None, opt("FILE", "Tiers and budgets. Default: half the memory.")]
-_Tokens = Annotated[int, opt("N", "At most so many.", min=1)]
+_Tokens = Annotated[int, opt("N", "The most tokens to generate.", min=1)]
 _Temperature = Annotated[float, opt("T", "0 takes the likeliest token.", min=0.0)]
 
 
@@ -63,7 +63,7 @@ def generate(
 
 def chat(
     directory: _Model,
-    system: Annotated[str | None, opt("TEXT", "Said to the model first.")] = None,
+    system: Annotated[str | None, opt("TEXT", "The system prompt.")] = None,
     tokens: _Tokens = 400,
     temperature: _Temperature = 0.7,
     config: _Config = None,

@@ -41,7 +41,7 @@ def merge(
         ),
     ] = "bf16",
     any_base: Annotated[
-        bool, flag("--any-base", "Merge into another base than the adapter was trained over, too.")
+        bool, flag("--any-base", "Allow another base than that of the training.")
     ] = False,
     push: Push = None,
 ) -> None:

@@ -89,14 +89,14 @@ class PlanOptions:
     accumulation: Annotated[
         int | None, opt("N", "Micro-batches a step. Default: the file's, or 1.", min=1)
     ] = None
-    data_tokens: Annotated[str | None, opt("N", "Tokens of all data, such as 10M: how long?")] = (
-        None
-    )
-    examples: Annotated[str | None, opt("N", "Sequences of all data, such as 50k: how long?")] = (
-        None
-    )
+    data_tokens: Annotated[
+        str | None, opt("N", "Tokens of all data, such as 10M, to predict the whole run.")
+    ] = None
+    examples: Annotated[
+        str | None, opt("N", "Sequences of all data, such as 50k, to predict the whole run.")
+    ] = None
     ranks: Annotated[int, opt("N", "Ranks on the node that state is divided over.", min=1)] = 1
-    nodes: Annotated[int, opt("N", "Such machines, each with --ranks.", min=1)] = 1
+    nodes: Annotated[int, opt("N", "Machines, each with --ranks.", min=1)] = 1
     overrides: Annotated[
         list[str] | None, opt("KEY=VALUE", "Replace one value of the file.", "--set")
     ] = None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from infinity.tools.serving.verify import Verdict
 
 
-_AnyBase = Annotated[bool, flag("--any-base", "Use another base than that of the training, too.")]
+_AnyBase = Annotated[bool, flag("--any-base", "Allow another base than that of the training.")]
 _Prompts = Annotated[
     Path | None,
     opt(
@@ -42,14 +42,12 @@ def export_adapter(
     out: Annotated[
         Path | None, opt("OUT", "A new directory. Default: ADAPTER-SERVER.", "--output", "-o")
     ] = None,
-    base: Annotated[Path | None, opt("DIR", "Default: the base that the adapter names.")] = None,
+    base: Annotated[Path | None, opt("DIR", "The base. Default: what the adapter names.")] = None,
     any_base: _AnyBase = False,
     prompts: _Prompts = None,
     locate: _Locate = "layers",
     config: _Config = None,
-    sheet: Annotated[
-        bool, flag("--sheet/--no-sheet", "Compute infinity_sheet.json beside it.")
-    ] = True,
+    sheet: Annotated[bool, flag("--sheet/--no-sheet", "Also compute infinity_sheet.json.")] = True,
     push: Push = None,
 ) -> None:
     """Write an adapter in the layout that a server reads, with a sheet to check what it serves.
