@@ -363,11 +363,11 @@ def refuse_model(model: nn.Module, *, has_weights: bool) -> None:
     `has_weights`: values of parameters and of persistent buffers come from files.
     """
     if is_offloaded(model):
-        raise ConfigError(f"{type(model).__name__} is offloaded already")
+        raise ConfigError(f"{type(model).__name__} is offloaded already; use it as it is")
     _refuse_compiled(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, (Handle, Follower)):
-            raise ConfigError(f"{name!r} belongs to a model that is offloaded already")
+            raise ConfigError(f"{name!r} belongs to an offloaded model already; clone its value")
         if is_lazy(parameter):
             raise UnsupportedError(
                 f"{name!r} has no shape yet: its module is lazy and was never run. Run a forward, "

@@ -184,7 +184,7 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 
 def _refuse(model: nn.Module, calls: Mapping[str, Any]) -> None:
     if _running.get() is not None:
-        raise InfinityError("infinity.together inside a loop of another one")
+        raise InfinityError("infinity.together inside another one; give all loops to one call")
     names = names_of_adapters(model)
     for name in calls:
         if name not in names:

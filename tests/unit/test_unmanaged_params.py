@@ -20,7 +20,7 @@ def test_over_ranks_a_late_parameter_is_refused_with_and_without_an_optimizer() 
     model(torch.ones(4)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     late.refuse_untrained()
-    with pytest.raises(ConfigError, match=r"0\.weight.*ranks would part.*before infinity"):
+    with pytest.raises(ConfigError, match=r"0\.weight.*ranks would diverge.*before infinity"):
         late.refuse_untrained(num_ranks=2)
     optimizer.zero_grad()
     late.refuse_untrained(num_ranks=2)

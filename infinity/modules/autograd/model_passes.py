@@ -111,7 +111,7 @@ class ModelPasses:
         if is_in_sweep.get() and self._passes.is_layer_major and self._turns.is_elsewhere:
             raise InfinityError(
                 "a step, a checkpoint or an export inside infinity.forward_backward or "
-                "infinity.forward; make it behind that call"
+                "infinity.forward; make it after that call"
             )
         return self._turns.alone(self._others, self._is_read_elsewhere if at_rest else None)
 
@@ -236,10 +236,10 @@ class ModelPasses:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
         if self._passes.is_layer_major or current_backward() != OUTSIDE_BACKWARD:
             name = "forward_backward" if is_training else "forward"
-            raise InfinityError(f"infinity.{name} inside another one, or inside a backward")
+            raise InfinityError(f"infinity.{name} inside another one or a backward; call it later")
         if is_training and not torch.is_grad_enabled():
             raise InfinityError(
-                "infinity.forward_backward under torch.no_grad(): it runs the backward, too"
+                "infinity.forward_backward under torch.no_grad() has no backward; call it outside"
             )
 
     def _turn_back(self) -> None:

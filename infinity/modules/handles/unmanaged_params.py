@@ -46,7 +46,7 @@ class UnmanagedParams:
             raise ConfigError(
                 f"{next(iter(found))!r} and {len(found) - 1} others were added to the model after "
                 "infinity.offload; each rank would train them by its own gradients, and the ranks "
-                "would part. Add adapters and heads before infinity.offload, or freeze them"
+                "would diverge. Add adapters and heads before infinity.offload, or freeze them"
             )
         untrained = self._untrained(found)
         if untrained:
