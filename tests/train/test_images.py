@@ -22,9 +22,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError
+from infinity.config.machine import HostMemory
+from infinity.errors import CapacityError, ConfigError
 from infinity.modules.reading.configuration import towers
 from infinity.tools.plan.data_facts import IMAGES, DataFacts, read_data
+from infinity.tools.training import job as job_module
 from infinity.tools.training.images import open_processor
 from infinity.tools.training.job_data import open_data
 from infinity.tools.training.tokenizers import HuggingFaceTokenizer
@@ -322,6 +324,14 @@ def test_a_processor_that_mixes_no_records_without_images_is_refused_in_batches(
     with pytest.raises(ConfigError, match=r"set schedule.micro_batch = 1"):
         facts(asked)
     assert len(facts(asked | {"schedule": {"micro_batch": 1}})) == 2
+
+
+def test_images_of_a_step_have_memory_beside_the_arena(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "host_memory", lambda: HostMemory(int(24.001 * 2**20 / 0.95)))
+    with pytest.raises(CapacityError, match="and the images of a step: .*; lower tiers.host"):
+        run(asked)
 
 
 def test_several_answers_need_marks_of_the_template(tmp_path: Path, asked: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from infinity.errors import ConfigError, refusing
 from infinity.tools.training.bounded_call import call_bounded
 from infinity.tools.training.conversation import REASONING, Message
+from infinity.tools.training.data_files import rows_at_once
 
 _log = logging.getLogger("infinity")
 
@@ -38,7 +39,6 @@ CHATML = (
 _FIELDS = ("tool_calls", "name", *REASONING)
 _PROBE = "infinity"
 _CUT = "cut"  # Tokens at the end of a prompt that its answers do not stand behind.
-_NUM_ROWS = 500  # Of one child process.
 
 Ids = list[int]
 Row = dict[str, Ids]  # `input_ids`; `assistant_masks` or `completion_mask` with 1 for the learned.
@@ -382,8 +382,9 @@ def map_records(
                 made["record"].append(value[0])
         return made
 
+    count = rows_at_once(dataset.data.nbytes, len(dataset.data))  # Of one child process.
     return dataset.with_format("arrow").map(
-        encode, batched=True, batch_size=_NUM_ROWS, with_indices=True, remove_columns=names,
+        encode, batched=True, batch_size=count, with_indices=True, remove_columns=names,
         features=datasets.Features(features | {"record": datasets.Value("int64")}),
         desc="Writing conversations as tokens",
     ).with_format(None)  # fmt: skip

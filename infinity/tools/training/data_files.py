@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 _HEAD_NBYTES = 1 << 16
 _READ_NBYTES = MIB
 _LONGEST_LINE_NBYTES = 1 << 28
-_NUM_ROWS = 256  # At a time.
+_NUM_ROWS = 256  # At a time, or fewer that are large.
+_ROWS_NBYTES = 64 * MIB
 _BOM = b"\xef\xbb\xbf"
 _FORMATS = {
     "JSON": "json5 geojson ipynb",
@@ -326,12 +327,19 @@ def _rows_of_lines(file: BinaryIO, path: Path) -> Iterator[Row]:
         yield row
 
 
+def rows_at_once(nbytes: int, count: int) -> int:
+    """Returns how many of `count` rows of together `nbytes` are taken at a time: few large ones."""
+    return max(1, min(_NUM_ROWS, _ROWS_NBYTES * count // max(nbytes, 1)))
+
+
 def _rows_of_parquet(path: Path, columns_of: Callable[[list[str]], list[str]]) -> Iterator[Row]:
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
+    # Otherwise it reads a whole row group.
+    with parquet.ParquetFile(path, pre_buffer=False, buffer_size=MIB) as file:
         columns = columns_of(file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=_NUM_ROWS, columns=columns):
+        count = rows_at_once(path.stat().st_size, file.metadata.num_rows)
+        for batch in file.iter_batches(batch_size=count, columns=columns):
             yield from _rows_of_batch(batch)
 
 
@@ -344,7 +352,7 @@ def _rows_of_disk(path: Path, columns_of: Callable[[list[str]], list[str]]) -> I
             raise ConfigError(f"data.paths: {path} has no split train, but {', '.join(found)}")
         found = found["train"]
     found = found.select_columns(columns_of(found.column_names)).with_format("arrow")
-    for table in found.iter(_NUM_ROWS):
+    for table in found.iter(rows_at_once(found.data.nbytes, len(found.data))):
         yield from _rows_of_batch(table)
 
 

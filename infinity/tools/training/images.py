@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -27,7 +28,7 @@ from infinity.errors import ConfigError, refusing
 from infinity.tools.training.bounded_call import call_bounded
 from infinity.tools.training.chat import Template, Writer, map_records, open_template
 from infinity.tools.training.conversation import Message
-from infinity.tools.training.data_files import stamp_of
+from infinity.tools.training.data_files import rows_at_once, stamp_of
 from infinity.tools.training.tokenizers import Tokenizer
 
 _log = logging.getLogger("infinity")
@@ -37,6 +38,9 @@ Image = dict[str, Any]  # `bytes` of a file, or its `path`; the other one is Non
 
 _TAG = "<image>"  # Where an image stands in a text: LLaVA, LLaMA-Factory, ms-swift.
 _MESSAGES = ("messages", "prompt", "completion")
+_COUNTS = (
+    "num_images", "num_tokens", "largest_id", "num_learned", "nbytes", "reading_nbytes",
+)  # fmt: skip
 
 
 def has_images(row: dict[str, Any]) -> bool:
@@ -174,7 +178,8 @@ def learned_images(
     batch_size: int = 1,
 ) -> Any:
     """Returns the records as TRL's collator takes them, with the facts of their tokens
-    (`num_tokens`, `largest_id`, `sha256`); those of which nothing is learned are left out.
+    (`num_tokens`, `largest_id`, `sha256`) and of memory (`nbytes` in a batch, `reading_nbytes`);
+    those of which nothing is learned are left out.
 
     length: most tokens of a record
     batch_size: records of a micro-batch
@@ -199,9 +204,10 @@ def learned_images(
         chat_template=template.text,
     )
     # Files that change are other results in the cache of `datasets`.
-    paths = [Path(image["path"]) for row in dataset["images"] for image in row if image["path"]]
+    images = (chunk.flatten().field("path") for chunk in dataset.data.column("images").chunks)
+    paths = (Path(path) for part in images for path in part.to_pylist() if path)
     stamps = [stamp_of(path) for path in paths if path.exists()]
-    facts = {name: datasets.Value("int64") for name in ("num_tokens", "largest_id", "num_learned")}
+    facts = {name: datasets.Value("int64") for name in _COUNTS}
     read = partial(_read, template=template, collate=collate, length=length, stamps=stamps)
     found = map_records(dataset, facts | {"sha256": datasets.Value("string")}, read, place)
     found = found.filter(lambda count: count > 0, input_columns="num_learned")
@@ -211,13 +217,20 @@ def learned_images(
             "left out", place, len(dataset) - len(found),
         )  # fmt: skip
     kept = dataset.select(found["record"])
-    kept = kept.cast_column("images", datasets.List(datasets.Image()))
-    have = [bool(images) for images in dataset.select(found["record"])["images"]]
+    count = rows_at_once(dataset.data.nbytes, len(dataset.data))
+    features = kept.features | {"images": datasets.List(datasets.Image())}
+    kept = kept.cast(datasets.Features(features), batch_size=count, writer_batch_size=count)
+    have = [count > 0 for count in found["num_images"]]
     if batch_size > 1 and len({*have}) > 1:
         _refuse_mixed(kept, [have.index(False), have.index(True)], collate, place)
     return datasets.concatenate_datasets(
-        [kept, found.remove_columns(["record", "num_learned"])], axis=1
+        [kept, found.remove_columns(["record", "num_learned", "num_images"])], axis=1
     )
+
+
+def most_nbytes(dataset: Any, count: int) -> int:
+    """Returns the host memory of `count` records of `learned_images` at most, one being read."""
+    return int(count * max(dataset["nbytes"]) + max(dataset["reading_nbytes"]))
 
 
 def _refuse_mixed(dataset: Any, rows: list[int], collate: Any, place: str) -> None:
@@ -253,12 +266,11 @@ def _as_completions(dataset: Any, place: str) -> Any:
             )
         return {"prompt": asked, "completion": [last]}
 
-    features = {"prompt": datasets.Json(), "completion": datasets.Json()}
-    features |= {"images": dataset.features["images"]}
-    return dataset.map(
+    made = dataset.select_columns("messages").map(
         split, input_columns="messages", with_indices=True, remove_columns="messages",
-        features=datasets.Features(features),
+        features=datasets.Features(dict.fromkeys(("prompt", "completion"), datasets.Json())),
     )  # fmt: skip
+    return datasets.concatenate_datasets([made, dataset.remove_columns("messages")], axis=1)
 
 
 def _read(
@@ -283,11 +295,13 @@ def _read(
     }
     lists = {name: record[name] for name in _MESSAGES if name in record}
     Writer(collate.processor, template, renew).checked(list(chain(*lists.values())), {}, at)
+    used_nbytes = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     images = [decoded(image, at) for image in record["images"]]
     renew(sum(3 * image.width * image.height for image in images))
     # Processors and templates raise whatever their authors chose.
     with refusing(f"{at}: the model's processor refuses this record", Exception):
         made = collate([lists | {"images": images}])
+    peak_nbytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ids, labels = made["input_ids"][0], made["labels"][0]
     most = len(ids) if length is None else length
     marks = {*collate.processor.image_token_ids}
@@ -298,9 +312,12 @@ def _read(
             f"data.sequence_length={most}; raise that, or use fewer or smaller images"
         )
     return [{
+        "num_images": len(images),
         "num_tokens": min(len(ids), most),
         "largest_id": int(ids.max()),
         "num_learned": int((labels[1:most] != -100).sum()),
+        "nbytes": sum(value.nbytes for value in made.values() if isinstance(value, torch.Tensor)),
+        "reading_nbytes": max(0, peak_nbytes - used_nbytes),  # Of the largest one so far.
         "sha256": hashlib.sha256(torch.stack([ids, labels]).numpy().tobytes()).hexdigest(),
     }]  # fmt: skip
 

@@ -17,15 +17,18 @@ from infinity.checkpoint.durable import check_space
 from infinity.checkpoint.huggingface.export_weights import plan_export
 from infinity.checkpoint.run.load import Loaded
 from infinity.config import JobConfig
-from infinity.errors import ConfigError
+from infinity.config.machine import host_memory
+from infinity.errors import CapacityError, ConfigError
 from infinity.integrations.sampler import ServerSampler
 from infinity.modules.reading.configuration import end_of_head, model_for_text, positions_of
 from infinity.modules.tiling.layers import Tiled
+from infinity.sizes import format_nbytes
 from infinity.tools.training.adapter import adapter_nbytes
 from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.embedding import digest_of, token_ids
 from infinity.tools.training.ending import versions
+from infinity.tools.training.images import most_nbytes
 from infinity.tools.training.job_data import (
     JobData,
     check_ends,
@@ -153,6 +156,7 @@ def _prepare(
                 f"model.path: {type(base).__name__} takes no images, and the records have some; "
                 "expected a model of text and images, or records without images"
             )
+        _check_data_memory(config, data)
     reference = build_reference(config)
     trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference)
     if config.train.diffusion is not None:
@@ -231,6 +235,26 @@ def _check_checkpoint_space(model: Any, config: JobConfig, output: Path) -> None
         needs="a checkpoint needs",
         remedy="; free space, or name another checkpoint.directory",
     )
+
+
+def _check_data_memory(config: JobConfig, data: JobData) -> None:
+    """Raises CapacityError if the images of a step have no memory beside the arena: those of its
+    micro-batches and of the step before, which Trainer holds until it has them, of one that the
+    loader has ahead, and of an evaluation that passes with them."""
+    size, count = batch_of(config)
+    needed_nbytes = most_nbytes(data.train, size * (2 * count + 1))
+    if config.train.eval_every and data.held_out is not None:
+        needed_nbytes += most_nbytes(data.held_out, size * config.train.eval_batches)
+    memory = host_memory()
+    arena_nbytes = config.tiers.host.budget_nbytes(memory.nbytes)
+    if arena_nbytes + needed_nbytes > memory.most_nbytes:
+        raise CapacityError(
+            "host", needed_nbytes=arena_nbytes + needed_nbytes,
+            available_nbytes=memory.most_nbytes, key="tiers.host.capacity",
+            detail=f"the arena of {format_nbytes(arena_nbytes)} and the images of a step",
+            remedy="lower tiers.host.capacity, train.batch_size, "
+            "train.gradient_accumulation_steps or train.eval_batches, or give smaller images",
+        )  # fmt: skip
 
 
 def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer | None, list[int]]:

@@ -30,7 +30,7 @@ from infinity.tools.training.conversation import (
     tools_of,
     with_system,
 )
-from infinity.tools.training.data_files import Row, read_rows, stamp_of
+from infinity.tools.training.data_files import Row, read_rows, rows_at_once, stamp_of
 from infinity.tools.training.images import COLUMNS as IMAGE_COLUMNS
 from infinity.tools.training.images import place_images
 
@@ -104,10 +104,12 @@ def load_records(
     options = {"paths": tuple(map(str, paths)), "vocab_size": vocab_size, "labels": labels}
     options |= {"most": most}
     stamps = {"stamps": tuple(stamp_of(path) for path in paths), "form": _FORM}
+    image_nbytes = sum(len(image["bytes"] or "") for image in first.get("images", ()))
     try:
         found = datasets.Dataset.from_generator(
-            _generate, features=_features(first), gen_kwargs=options | stamps, writer_batch_size=100
-        )
+            _generate, features=_features(first), gen_kwargs=options | stamps,
+            writer_batch_size=rows_at_once(image_nbytes, 1),
+        )  # fmt: skip
     except Exception as error:  # `datasets` wraps what the generator raises.
         cause = error.__cause__ or error
         if isinstance(cause, ConfigError):
