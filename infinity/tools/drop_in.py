@@ -70,8 +70,13 @@ _SAID_TWICE = {
     "optimizer.params.betas": "adam_beta1 adam_beta2", "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
 }  # fmt: skip
+# The same of steps, which are known when the data is.
+_STEPS = {
+    "total_num_steps": "max_steps or num_train_epochs",
+    "warmup_num_steps": "warmup_steps",
+}
+_FACTS = "_said_by_deepspeed"  # The attribute of TrainingArguments.
 
 
 class DropIn:
@@ -115,9 +120,10 @@ class DropIn:
 
         def post_init(args: Any) -> None:
             if args.deepspeed:
-                _take_schedule(args)
+                vars(args)[_FACTS] = _take_schedule(args)
                 self._config, args.deepspeed = self._config or args.deepspeed, None
             plain_post_init(args)
+            _refuse_other_batch(args)
 
         def prepare(accelerator: Any, *parts: Any, **options: Any) -> Any:
             plain = partial(plain_prepare, accelerator)
@@ -126,7 +132,9 @@ class DropIn:
         def preparing(plain: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(plain)
             def method(trainer: Any, *args: Any, **options: Any) -> Any:
-                if not isinstance(trainer, OffloadedTrainer) and self._prepare(trainer):
+                if not isinstance(trainer, OffloadedTrainer) and self._prepare(
+                    trainer, trains=plain.__name__ == "train"
+                ):
                     return getattr(trainer, plain.__name__)(*args, **options)
                 return plain(trainer, *args, **options)
 
@@ -171,8 +179,10 @@ class DropIn:
         found = (self._directories.get(module) for module in model.modules())
         return next((directory for directory in found if directory is not None), None)
 
-    def _prepare(self, trainer: Any) -> bool:
+    def _prepare(self, trainer: Any, *, trains: bool) -> bool:
         """Offloads the models of a Trainer. Returns whether it has one that waits for it."""
+        if trains:
+            _refuse_other_steps(trainer)
         directory = self._directory_in(trainer.model)
         if directory is None:
             return False
@@ -251,23 +261,48 @@ class DropIn:
         return with_own_drives(config, str(number)) if number else config
 
 
-def _take_schedule(args: Any) -> None:
+def _take_schedule(args: Any) -> Facts:
     """Gives TrainingArguments the schedule of their DeepSpeed file, which goes before their own.
-    Raises ConfigError for numbers of the file that are others than theirs."""
+    Returns what the file says. Raises ConfigError for numbers that are others than theirs."""
     facts = Facts(read_source(args.deepspeed)[0])
     for key, names in _SAID_TWICE.items():
-        own, theirs = [getattr(args, name) for name in names.split()], facts.get(key)
-        if theirs is not None and own != (theirs if isinstance(theirs, list) else [theirs]):
-            raise ConfigError(
-                f"args.deepspeed: {key} is {theirs}, and {names} of the arguments is {own}; "
-                'expected the same, or "auto" in the file'
-            )
+        first, *rest = [getattr(args, name) for name in names.split()]
+        _refuse_other(facts, key, [first, *rest] if rest else first, names)
     kind = facts.get("scheduler.type")
     if kind in SCHEDULE_OF_TYPE:
         schedule = SCHEDULE_OF_TYPE[kind]
         args.lr_scheduler_type = "constant_with_warmup" if schedule == "constant" else schedule
         text = "args.deepspeed: %s is lr_scheduler_type=%r, with a linear warm-up"
         _log.warning(text, kind, args.lr_scheduler_type)
+    return facts
+
+
+def _refuse_other_batch(args: Any) -> None:
+    """Raises ConfigError for a DeepSpeed file with another batch than that of the arguments."""
+    if _FACTS in vars(args):
+        own = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        names = "per_device_train_batch_size * gradient_accumulation_steps * ranks"
+        _refuse_other(vars(args)[_FACTS], "train_batch_size", args.world_size * own, names)
+
+
+def _refuse_other_steps(trainer: Any) -> None:
+    """Raises ConfigError for a DeepSpeed file with other steps than those of the trainer."""
+    facts, place = vars(trainer.args).get(_FACTS), "scheduler.params"
+    if facts is None or {facts.get(f"{place}.{key}") for key in _STEPS} == {None}:
+        return
+    args, loader = trainer.args, trainer.get_train_dataloader()
+    steps = trainer.set_initial_training_values(args, loader)[-1]
+    for key, own in zip(_STEPS, (steps, max(1, args.get_warmup_steps(steps))), strict=True):
+        _refuse_other(facts, f"{place}.{key}", own, _STEPS[key])
+
+
+def _refuse_other(facts: Facts, key: str, own: Any, names: str) -> None:
+    theirs = facts.get(key)
+    if theirs not in (None, own):
+        raise ConfigError(
+            f"args.deepspeed: {key} is {theirs}, and {names} of the arguments is {own}; expected "
+            'the same, or "auto" in the file'
+        )
 
 
 @contextmanager

@@ -41,15 +41,15 @@ ZERO = {
         "offload_optimizer": {"device": "cpu"},
     },
     "bf16": {"enabled": "auto"},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-    "train_batch_size": "auto",
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}},
+    "train_batch_size": 8,
 }
 PROGRAM = """
 import sys
 from datasets import load_dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
-args = SFTConfig("out", max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
+args = SFTConfig("out", max_steps=2, warmup_steps=0.5, report_to=[], use_cpu=True, disable_tqdm=True,
                  **({"deepspeed": "zero.json"} if sys.argv[1:] else {}))
 trainer = SFTTrainer("./model", args, peft_config=LoraConfig(target_modules="all-linear"),
                      train_dataset=load_dataset("json", data_files="chat.jsonl", split="train"))
@@ -177,11 +177,15 @@ def test_a_program_of_trl_runs_as_it_is(
     chosen = "constant_with_warmup" if arguments else "linear"
     assert ran["trainer"].args.lr_scheduler_type == chosen
     for wrong, said in (
-        ({"lr": 3}, r"is 3, and learning_rate of the arguments is \[5e-05\]"),
-        ({"betas": [0.9, 0.95]}, r"adam_beta1 adam_beta2 of the arguments is \[0.9, 0.999\]"),
+        ({"optimizer": {"params": {"lr": 3}}}, "is 3, and learning_rate of the arguments is 5e-05"),
+        ({"optimizer": {"params": {"betas": [0.9, 0.95]}}}, r"adam_beta2 of .* is \[0.9, 0.999\]"),
+        ({"train_batch_size": 9}, "train_batch_size is 9, and .* of the arguments is 8"),
+        ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "is 3, and warmup_steps .* is 2"),
+        ({"scheduler": {"params": {"total_num_steps": 9}}}, "is 9, and max_steps .* is 4"),
     ):
         with DropIn().installed(), pytest.raises(ConfigError, match=said):
-            TrainingArguments("out", deepspeed={"optimizer": {"params": wrong}})
+            args = TrainingArguments("out", max_steps=4, warmup_steps=0.5, deepspeed=wrong)
+            Trainer(torch.nn.Linear(1, 1), args, train_dataset=[{"x": 1}]).train()
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(value.any() for name, value in adapter.items() if "lora_B" in name)
     engine.close()
