@@ -21,10 +21,10 @@ from infinity.config import AdapterConfig, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
-from infinity.modules.reading.configuration import config_of_table
+from infinity.modules.reading.configuration import CLASS_NAME, config_of_table
 from infinity.modules.reading.discover import discover_units
 from infinity.modules.reading.dtypes import Dtypes
-from infinity.plan.frozen_base import PlannedPart, StoredModel, stored_of_shape
+from infinity.plan.frozen_base import PLAIN, PlannedPart, StoredModel, stored_of_shape
 from infinity.plan.layout import (
     FrozenBase,
     ModuleWork,
@@ -32,6 +32,7 @@ from infinity.plan.layout import (
     PlannedWeight,
     UnitTensors,
     facts_of_shape,
+    nbytes_of,
 )
 from infinity.plan.shapes import (
     ModelShape,
@@ -264,18 +265,25 @@ def _tensor(
 
 
 def model_of_module(module: torch.nn.Module, config: SwapConfig, hf_config: Any) -> PlannedModel:
-    """Returns the planned model of a module, which may be on meta and partly frozen. `hf_config` is
-    its configuration of transformers."""
+    """Returns the planned model of a module, which may be on meta and partly frozen: under adapters
+    in its files, in the dtype that computes. `hf_config` is its configuration of transformers, or
+    the table of config.json of diffusers."""
     from infinity.engine.lay_out import facts_of
 
-    dtypes, text_config = Dtypes(module, config.precision), hf_config.get_text_config()
-    layout, hidden = discover_units(module), int(text_config.hidden_size)
-    top_k = getattr(text_config, "num_experts_per_tok", None)
+    if isinstance(hf_config, dict):
+        kind, top_k = hf_config[CLASS_NAME], None
+        hidden = hf_config["num_attention_heads"] * hf_config["attention_head_dim"]
+        hf_config = None
+    else:
+        kind, text_config = str(hf_config.model_type), hf_config.get_text_config()
+        hidden = int(text_config.hidden_size)
+        top_k = getattr(text_config, "num_experts_per_tok", None)
+    layout, dtypes = discover_units(module), Dtypes(module, config.precision)
     groups = []
     for name, members in layout.units:
         facts = [facts_of(member, dtypes) for member in members]
-        tensors = tuple(PlannedWeight(of, _active(of.shape, top_k)) for of in facts)
-        groups.append(UnitTensors(name, tensors))
+        weights = [PlannedWeight(of, _active(of.shape, top_k)) for of in facts]
+        groups.append(UnitTensors(name, tuple(replace(w, stored_nbytes=w.nbytes) for w in weights)))
     is_frozen = not all(any(t.facts.is_trainable for t in group.tensors) for group in groups)
     around = {chain[-1]: chain[-2] if len(chain) > 1 else None for chain in layout.chains}
     works = []
@@ -288,11 +296,16 @@ def model_of_module(module: torch.nn.Module, config: SwapConfig, hf_config: Any)
                 multiplies=not is_table, has_backward=not (is_table and is_frozen),
             )
         )  # fmt: skip
-    num_params = sum(math.prod(t.facts.shape) for group in groups for t in group.tensors)
-    moments = moments_of(config.optimizer, config.precision)
+    every, frozen = [tensor for group in groups for tensor in group.tensors], None
+    num_params = sum(math.prod(tensor.facts.shape) for tensor in every)
+    if config.every_adapter:
+        base = [tensor for tensor in every if not tensor.facts.is_trainable]
+        stored = StoredModel({("norm", False): PlannedPart(nbytes_of(base))}, PLAIN)
+        num_trained = num_params - sum(math.prod(tensor.facts.shape) for tensor in base)
+        frozen = FrozenBase(stored, config.every_adapter, num_trained)
     return PlannedModel(
-        str(hf_config.model_type), tuple(groups), tuple(works), moments, num_params, hidden,
-        hf_config,
+        kind, tuple(groups), tuple(works), moments_of(config.optimizer, config.precision),
+        num_params, hidden, hf_config, frozen,
     )  # fmt: skip
 
 

@@ -42,6 +42,8 @@ class Batch:
         return "step" if self.has_backward else "sweep"
 
 
+_PATCH = 16  # Pixels of a side, of the pipelines that train.
+
 # Of `infinity score`, where each sequence of a sweep is a suspended thread.
 MOST_SEQUENCES = 256
 
@@ -56,20 +58,27 @@ def most_tokens(*, on_host: bool) -> int:
 UNKNOWN_BATCH = Batch(0, 1)
 
 
-def batch_of(config: SwapConfig) -> Batch:
+def batch_of(config: SwapConfig, num_texts: int | None = None) -> Batch:
     """Returns the batch of a file with `[train]` and `[data]`, that of all adapters together, else
-    UNKNOWN_BATCH."""
+    UNKNOWN_BATCH. `num_texts` of a record of "embed" are its own calls of the model; None: as many
+    as its method has at least."""
     train, data = config.train, config.data
     if train is None or data is None:
         return UNKNOWN_BATCH
     num_micro_batches = train.gradient_accumulation_steps * max(len(config.adapters), 1)
-    num_tokens = train.batch_size * train.facts.num_sequences * data.sequence_length
+    num_sequences = train.facts.num_sequences
+    if train.embed is not None:
+        num_micro_batches, num_sequences = num_micro_batches * (num_texts or num_sequences), 1
+    length = data.sequence_length
+    if train.diffusion is not None:  # A caption, and an image in patches of 2 x 2 latents.
+        length += (train.diffusion.resolution // _PATCH) ** 2
+    num_tokens = train.batch_size * num_sequences * length
     if config.every_adapter and config.schedule.micro_batch is not None:
         num_tokens *= num_micro_batches  # All batches of a step pass a block together.
         num_micro_batches = 1
     return Batch(
         num_tokens,
-        data.sequence_length,
+        length,
         num_micro_batches,
         # In layer-major order a batch passes once, for any number of micro-batches, and is
         # recomputed.

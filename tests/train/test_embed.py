@@ -171,8 +171,10 @@ def test_a_new_file_is_planned_and_trains(
     table = tomllib.loads(file.read_text())
     loss = RANKING if records is PAIRS else "CoSENTLoss"
     assert table["train"]["embed"] == {"loss": loss} and "schedule" not in table
-    planned = CliRunner().invoke(app, ["plan", str(file)])
-    assert planned.exit_code == 0 and "fits this machine" in planned.output
+    planned = CliRunner().invoke(app, ["plan", str(file), "--json"])
+    assert planned.exit_code == 0, planned.output
+    batch = json.loads(planned.output)["batch"]
+    assert batch["num_micro_batches"] == 2 * table["train"]["gradient_accumulation_steps"]
     table["train"] |= {"steps": 1, "warmup_steps": 0}
     run(table)
     assert metrics(table)[0][0] > 0  # A loss that compares records, of a batch that has several.

@@ -124,21 +124,20 @@ def write_new(asked: NewOptions) -> None:
     from infinity.plan.directory import read_directory
     from infinity.tools.plan.data_facts import purpose_of
 
-    machine: Hardware | None = None
-    forecast: Forecast | None = None
+    directory = None
     if table_of_denoiser(asked.directory) is not None:
-        wish, found = _denoising(asked)
+        wish = _wish(asked, None, _captioned(asked))
     else:
         directory = read_directory(asked.directory, purpose=purpose_of(asked.data or ()))
         _refuse_model(asked, directory)
         positions = directory.shape.max_positions
         wish = _wish(asked, positions, _facts(asked, asked.sequence or positions))
-        machine, found, forecast = _decide(asked, wish, directory)
-        if forecast.obstacles:
-            raise ConfigError(
-                f"no file was written, because nothing fits {machine.name}: "
-                + "; ".join(forecast.obstacles)
-            )
+    machine, found, forecast = _decide(asked, wish, directory)
+    if forecast.obstacles:
+        raise ConfigError(
+            f"no file was written, because nothing fits {machine.name}: "
+            + "; ".join(forecast.obstacles)
+        )
     from infinity.tools.plan.draft import file_of
 
     name = shlex.quote(asked.file.name) if asked.file is not None else "FILE"
@@ -234,27 +233,18 @@ def _refuse_model(asked: NewOptions, directory: ModelDirectory) -> None:
         )
 
 
-def _denoising(asked: NewOptions) -> tuple[Wish, Draft]:
-    """Returns the draft for the transformer of a pipeline of diffusers, which no planner knows.
-    Raises ConfigError as a run."""
-    others = (asked.sweep, asked.experts, asked.ranks > 1, asked.hardware, not asked.data)
-    if any(others):
+def _captioned(asked: NewOptions) -> DataFacts:
+    """Returns the facts of the images of a pipeline of diffusers. Raises ConfigError as a run."""
+    if any((asked.sweep, asked.experts, asked.ranks > 1, not asked.data)):
         raise ConfigError(
             f"{asked.directory}: for a pipeline of diffusers expected --data IMAGES, and none of "
-            "--sweep, --experts, --ranks and --hardware"
+            "--sweep, --experts and --ranks"
         )
-    from infinity.config import DataSource, JobConfig
-    from infinity.tools.plan.data_facts import CAPTIONED, DataFacts
-    from infinity.tools.plan.draft import draft
-    from infinity.tools.training.denoising import Denoising
+    from infinity.tools.plan.data_facts import CAPTIONED, DataFacts, sources_of
     from infinity.tools.training.latents import captioned_images
 
-    sources = [DataSource.model_validate(str(path.resolve())) for path in asked.data or ()]
-    count = len(captioned_images(sources))
-    wish = _wish(asked, None, DataFacts(CAPTIONED, count, 0, 0, is_exact=True))
-    found = draft(wish, None, spills=True)
-    Denoising(JobConfig.of(found.config))
-    return wish, found
+    count = len(captioned_images(sources_of(asked.data or ())))
+    return DataFacts(CAPTIONED, count, 0, 0, is_exact=True)
 
 
 def _wish(asked: NewOptions, max_positions: int | None, data: DataFacts | None) -> Wish:
@@ -296,19 +286,23 @@ def _facts(asked: NewOptions, length: int | None) -> DataFacts | None:
 
 
 def _decide(
-    asked: NewOptions, wish: Wish, directory: ModelDirectory
+    asked: NewOptions, wish: Wish, directory: ModelDirectory | None
 ) -> tuple[Hardware, Draft, Forecast]:
     from rich.console import Console
 
+    from infinity.config import JobConfig
     from infinity.plan import load_hardware
     from infinity.tools.plan.data_facts import IMAGES
     from infinity.tools.plan.draft import decide, draft
     from infinity.tools.plan.measure import measure_all
+    from infinity.tools.training.denoising import Denoising
     from infinity.tools.training.model import refuse_untrainable
 
     first = draft(wish, None, spills=False).config
-    has_images = wish.data is not None and wish.data.noun == IMAGES
-    refuse_untrainable(directory.path, first, has_images=has_images)
+    if directory is None:
+        Denoising(JobConfig.of(first))
+    else:
+        refuse_untrainable(directory.path, first, has_images=wish.noun == IMAGES)
     if asked.hardware is not None:
         machine = load_hardware(asked.hardware)
         return decide(wish, directory, lambda *_: machine)
@@ -316,11 +310,10 @@ def _decide(
         return decide(wish, directory, measure_all)
 
 
-def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast | None) -> list[str]:
+def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
     from infinity.tools.plan.draft import answer_lines, describe_machine
 
-    lines = [describe_machine(forecast.hardware)] if forecast else []
-    lines += answer_lines(wish, found, forecast)
+    lines = [describe_machine(forecast.hardware), *answer_lines(wish, found, forecast)]
     if asked.file is not None:
         file = shlex.quote(str(asked.file))
         lines += [f"wrote {asked.file}", f"next: {wish.program} train {file}"]
@@ -328,7 +321,7 @@ def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast | Non
 
 
 def _answer(
-    asked: NewOptions, wish: Wish, machine: Hardware | None, found: Draft, forecast: Forecast | None
+    asked: NewOptions, wish: Wish, machine: Hardware, found: Draft, forecast: Forecast
 ) -> dict[str, Any]:
     from infinity.tools.plan.draft import answer_lines
     from infinity.tools.plan.report import answer
@@ -336,9 +329,9 @@ def _answer(
     return {
         "file": None if asked.file is None else str(asked.file),
         "text": " ".join(answer_lines(wish, found, forecast)),
-        "answer": answer(forecast) if forecast else None,
+        "answer": answer(forecast),
         "steps": found.steps,
-        "seconds": found.steps * forecast.step.step_s if forecast and wish.data else None,
-        "hardware": machine.model_dump() if machine else None,
+        "seconds": found.steps * forecast.step.step_s if wish.data else None,
+        "hardware": machine.model_dump(),
         "config": found.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
     }

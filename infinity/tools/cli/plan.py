@@ -243,11 +243,6 @@ def _config_of(asked: PlanOptions, directory: ModelDirectory | None) -> SwapConf
     config = with_located_model(SwapConfig.from_table(table, source))
     if not asked.by_name:
         refuse_absent_model_of(config)
-        if config.train is not None and config.train.diffusion is not None:
-            raise ConfigError(
-                'train.method = "diffusion" is not planned; `infinity train` of a few steps '
-                "says what a step takes"
-            )
     return settle(config)
 
 

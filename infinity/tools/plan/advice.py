@@ -108,7 +108,8 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
     if device.update_gb_per_s is not None and is_updated:
         other: Place = "host" if base.update_place.is_on_device else "device"
         yield f"updates on the {other} (schedule.update_on)", file({"schedule.update_on": other})
-    if batch.num_micro_batches > 1 and config.schedule.micro_batch is None:
+    is_divided = config.train is None or config.train.embed is None
+    if batch.num_micro_batches > 1 and config.schedule.micro_batch is None and is_divided:
         all_tokens = batch.num_tokens * batch.num_micro_batches
         as_one = replace(batch, num_tokens=all_tokens, num_micro_batches=1, recomputes=True)
         # Saved inputs go to the host, and to drives that there are.

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from infinity.config import SwapConfig
+from infinity.config import DataSource, SwapConfig
 from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
+from infinity.simulate.job import Batch, batch_of
 from infinity.sizes import MIB
 from infinity.tools.training.data_files import collect_files, is_records, read_rows, texts_in
 from infinity.tools.training.images import has_images, learned_images, open_processor
@@ -52,22 +53,21 @@ class DataFacts:
 def purpose_of(paths: Sequence[Path]) -> Purpose:
     """Returns what a model is for that learns the records of these files."""
     with suppress(ConfigError):  # Raised again when the data is counted.
-        records = _files(paths)[1]
+        records = collect_files(sources_of(paths))[1]
         if records and kind_of_columns([*first_record(records)], str(records[0])) == "pairs":
             return "embeds text"
     return "generates text"
 
 
-def _files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    table = {"data": {"paths": [str(path.resolve()) for path in paths]}}
-    data = SwapConfig.load(table).data if paths else None
-    return ([], []) if data is None else collect_files(data.paths)
+def sources_of(paths: Sequence[Path]) -> list[DataSource]:
+    """Returns files and directories as `data.paths` means them."""
+    return [DataSource.model_validate(str(path.resolve())) for path in paths]
 
 
 def read_data(paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = None) -> DataFacts:
     """Returns the facts of files and directories, as `data.paths` means them. Raises ConfigError
     for what `infinity train` would refuse, with sequences of at most `length` tokens."""
-    texts, records = _files(paths)
+    texts, records = collect_files(sources_of(paths))
     if records and "chosen" in first_record(records):
         raise ConfigError(
             f"data.paths: {records[0]} holds preferences, and what is written here has "
@@ -94,12 +94,26 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = 
 
 def has_image_records(config: SwapConfig) -> bool:
     """Whether the first record of a file of `[data]` names an image; False where none is there."""
+    files = _records_of(config)
+    return any(has_images(next(iter(read_rows(file, needed_columns)), {})) for file in files)
+
+
+def planned_batch(config: SwapConfig) -> Batch:
+    """Returns the batch of a file, in which each text of a record of "embed" passes by itself."""
+    files = _records_of(config)
+    if config.train is not None and config.train.embed is not None and files:
+        with suppress(ConfigError):  # `infinity train` raises it.
+            values = first_record(files).values()
+            return batch_of(config, sum(isinstance(value, str) for value in values))
+    return batch_of(config)
+
+
+def _records_of(config: SwapConfig) -> list[Path]:
+    """Returns the files of records of `[data]`, as far as they are there."""
     try:
-        files = list(chain(*collect_files(config.data.paths))) if config.data is not None else []
+        return [] if config.data is None else collect_files(config.data.paths)[1]
     except ConfigError:
-        return False
-    rows = (next(iter(read_rows(file, needed_columns)), {}) for file in files if is_records(file))
-    return any(map(has_images, rows))
+        return []
 
 
 def _read(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from infinity.config import SwapConfig, render
+from infinity.config import JobConfig, SwapConfig, render
 from infinity.config.hub import model_name
 from infinity.config.source import ConfigSource
 from infinity.errors import CapacityError
@@ -25,12 +25,19 @@ from infinity.plan.hardware import UNSURE, Device, Hardware, Host, Nvme
 from infinity.plan.layout import PlannedModel
 from infinity.plan.model import model_for
 from infinity.plan.predict import Forecast, forecast
-from infinity.simulate.job import batch_of
 from infinity.sizes import GIB, MIB, align_up, format_nbytes
 from infinity.storage.arena import available_host_nbytes
 from infinity.tiers.open_device import device_kind
-from infinity.tools.plan.data_facts import CAPTIONED, IMAGES, PAIRS, SCORED, DataFacts
+from infinity.tools.plan.data_facts import (
+    CAPTIONED,
+    IMAGES,
+    PAIRS,
+    SCORED,
+    DataFacts,
+    planned_batch,
+)
 from infinity.tools.plan.report import duration, flops, sentences
+from infinity.tools.plan.subject import files_of, model_of_config
 from infinity.tools.training.settle import settle
 
 Table = dict[str, Any]
@@ -180,7 +187,6 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
         table["train"] |= {"method": "embed", "embed": {"loss": _LOSSES[wish.noun]}}
     if wish.noun == CAPTIONED:
         table["train"] |= _DENOISING
-        table["checkpoint"]["every"] = max(1, batch.steps // 10)  # No plan says how long they take.
         notes |= _OF_DENOISING
     if table["data"]["held_out"]:
         table["train"] |= {"eval_every": max(1, batch.steps // _EVALUATIONS), "eval_batches": 2}
@@ -352,15 +358,14 @@ def _share_held_out(num_sequences: int) -> float:
 # -- The file and the answer -----------------------------------------------------------------------
 
 
-def file_of(wish: Wish, found: Draft, forecast: Forecast | None, name: str, today: str = "") -> str:
+def file_of(wish: Wish, found: Draft, forecast: Forecast, name: str, today: str = "") -> str:
     """Returns the text of the file: what it is for, the plan's answer, commands, and each key with
     its remark. `name` is the file's, as the commands have it; `today` a date."""
     how = "all weights" if wish.rank is None else f"LoRA of rank {wish.rank}"
     how = f"{len(wish.sweep)} LoRA adapters over one base" if wish.sweep else how
-    machine = f" for {describe_machine(forecast.hardware)}" if forecast else ""
     said = [
         f"{model_name(wish.model)}: {how}. Written by `infinity new`{today and f' on {today}'}"
-        f"{machine}.",
+        f" for {describe_machine(forecast.hardware)}.",
         *answer_lines(wish, found, forecast),
     ]
     head = [line for text in said for line in textwrap.wrap(text, _WIDTH)]
@@ -371,23 +376,18 @@ def file_of(wish: Wish, found: Draft, forecast: Forecast | None, name: str, toda
         f"infinity config show {name}": "every key, its value and where it came from",
         "docs/CONFIG.md": "the meaning of every key",
     }
-    if forecast is None:
-        del told[f"infinity plan {name}{ranks}"]
     width = max(map(len, told))
     head += ["", *(f"  {command:<{width}}  {what}" for command, what in told.items())]
     lines = [f"# {line}".rstrip() for line in head]
     return "\n".join(lines) + "\n" + render.to_toml(found.config, found.notes, only_set=True)
 
 
-def answer_lines(wish: Wish, found: Draft, forecast: Forecast | None) -> list[str]:
-    """Returns plan's sentences, and how long the data take; only the steps without a plan."""
+def answer_lines(wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
+    """Returns plan's sentences, and how long the data take."""
     steps = f"{found.steps:,} step{'s' * (found.steps > 1)}"
-    said = sentences(forecast) if forecast else []
+    said = sentences(forecast)
     if wish.data is None:
         return [*said, "How long your data take: infinity new with --data FILE."]
-    if forecast is None:
-        many = f"{wish.data.num_records:,} {wish.data.noun}"
-        return [f"Your data, {many}: {steps}. A run of a few says how long each takes."]
     what, took = _data_in_words(wish.data, wish.passes), found.steps * forecast.step.step_s
     return [*said, f"Your data, {what}: {steps}, {duration(took)}."]
 
@@ -396,7 +396,7 @@ def _data_in_words(data: DataFacts, passes: int) -> str:
     what = f"{'' if data.is_exact else 'about '}{data.num_tokens:,} tokens"
     if data.num_records:
         noun = data.noun.removesuffix("s") if data.num_records == 1 else data.noun
-        what = f"{data.num_records:,} {noun} ({what})"
+        what = f"{data.num_records:,} {noun}" + f" ({what})" * bool(data.num_tokens)
     return what if passes == 1 else f"{passes} times {what}"
 
 
@@ -418,20 +418,25 @@ def describe_machine(hardware: Hardware) -> str:
 # -- The draft that suits a model and a machine ----------------------------------------------------
 
 
-# The machine on which the first draft of a wish runs the model of a directory.
-Machine: TypeAlias = Callable[[SwapConfig, PlannedModel, ModelDirectory], Hardware]
+# The machine on which the first draft of a wish runs a model, whose weights are in these files.
+Machine: TypeAlias = Callable[[SwapConfig, PlannedModel, Sequence[Path]], Hardware]
 
 
 def decide(
-    wish: Wish, directory: ModelDirectory, machine_of: Machine
+    wish: Wish, directory: ModelDirectory | None, machine_of: Machine
 ) -> tuple[Hardware, Draft, Forecast]:
     """Returns the machine, the first draft that fits it, and its forecast; if none fits, the last
-    draft with its obstacles. Raises CapacityError if the state fits in no way."""
+    draft with its obstacles. `directory` is None for the transformer of a pipeline of diffusers.
+    Raises CapacityError if the state fits in no way."""
     first = settle(draft(wish, None, spills=bool(wish.swap)).config)
-    has_images = wish.noun == IMAGES
-    model = model_for(first, directory.shape, directory.stored, has_images=has_images)
-    machine = machine_of(first, model, directory)
-    drives = directory.num_drives if directory.files and not wish.is_here else None
+    files, drives = files_of(first, directory), None
+    if directory is None:
+        model = model_of_config(JobConfig.of(first))
+    else:
+        has_images = wish.noun == IMAGES
+        model = model_for(first, directory.shape, directory.stored, has_images=has_images)
+        drives = directory.num_drives if files and not wish.is_here else None
+    machine = machine_of(first, model, files)
     return machine, *fit(wish, model, machine, drives)
 
 
@@ -443,7 +448,7 @@ def fit(
     def forecaster(config: SwapConfig) -> Forecast:
         settled = settle(config)
         return forecast(
-            settled, model, machine, batch_of(settled), num_ranks=wish.num_ranks,
+            settled, model, machine, planned_batch(settled), num_ranks=wish.num_ranks,
             shard_drives=shard_drives,
         )  # fmt: skip
 

@@ -29,10 +29,9 @@ from infinity.engine.update_rates import time_updates
 from infinity.errors import ConfigError, StorageError
 from infinity.observe import Counters
 from infinity.ops.host_sums import add_
-from infinity.plan.directory import ModelDirectory
 from infinity.plan.hardware import UNSURE, Device, Hardware, Host, Nvme
 from infinity.plan.layout import PlannedModel
-from infinity.simulate.job import Batch, batch_of, tuned_gb_per_s
+from infinity.simulate.job import Batch, tuned_gb_per_s
 from infinity.sizes import MIB, PAGE_NBYTES, align_down, format_nbytes
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.native_engine import open_configured
@@ -45,6 +44,7 @@ from infinity.tools.bench.measure import Contender, timed
 from infinity.tools.bench.memory import arena_to_device, optimizer_pass
 from infinity.tools.bench.scratch import bench_directory
 from infinity.tools.bench.transfer import FileSet, TransferKind, engine_transfer
+from infinity.tools.plan.data_facts import planned_batch
 from infinity.tools.plan.rehearsal import Rehearsed, rehearse, timed_shape
 from infinity.tools.training.process import keep_freed_memory
 
@@ -62,10 +62,9 @@ _MOST_FFN_RATIO = 16  # Stacked experts are far larger than the part that one to
 _HEAD_DIM = 64
 
 
-def measure_all(config: SwapConfig, model: PlannedModel, directory: ModelDirectory) -> Hardware:
-    """`measure`, with the drives that hold the directory's files under an adapter."""
-    files = directory.files if config.every_adapter else ()
-    return measure(config, model, batch_of(config), files)
+def measure_all(config: SwapConfig, model: PlannedModel, files: Sequence[Path]) -> Hardware:
+    """`measure`, with the drives that hold the model's files under an adapter."""
+    return measure(config, model, planned_batch(config), files if config.every_adapter else ())
 
 
 def measure(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from infinity.config import JobConfig, NvmeTier, SwapConfig
 from infinity.config.extras import require_transformers
@@ -15,9 +17,9 @@ from infinity.plan.layout import PlannedModel
 from infinity.plan.model import load_shape, model_for, model_of_module
 from infinity.plan.predict import Forecast, forecast_again
 from infinity.plan.shapes import scaled_gpt
-from infinity.simulate.job import MOST_SEQUENCES, UNKNOWN_BATCH, Batch, batch_of, most_tokens
+from infinity.simulate.job import MOST_SEQUENCES, UNKNOWN_BATCH, Batch, most_tokens
 from infinity.tiers.open_device import device_kind
-from infinity.tools.plan.data_facts import has_image_records
+from infinity.tools.plan.data_facts import has_image_records, planned_batch
 from infinity.tools.plan.measure import measure
 from infinity.tools.training.model import (
     build_model,
@@ -96,7 +98,7 @@ def frozen_directory_of(
         return named
     if named is not None:
         return read_directory(named.path, purpose=purpose, num_labels=num_labels)
-    if not config.every_adapter and not is_scored:
+    if (not config.every_adapter and not is_scored) or is_denoiser(config):
         return None
     told = config.model
     if told is None or told.path is None:
@@ -108,6 +110,11 @@ def frozen_directory_of(
         told.path, trusts_code=told.trust_remote_code, ignore=told.ignore, purpose=purpose,
         num_labels=num_labels,
     )  # fmt: skip
+
+
+def is_denoiser(config: SwapConfig) -> bool:
+    """Whether the model is the transformer of a pipeline of diffusers."""
+    return config.train is not None and config.train.diffusion is not None
 
 
 def machine_for(
@@ -124,13 +131,21 @@ def machine_for(
         # The drive that the checkpoint will be on.
         tier = NvmeTier.model_validate({"path": directory.path})
         config = changed(config, {"tiers.nvme": (tier,)})
-    files = () if model.frozen is None or directory is None else directory.files
+    files = files_of(config, directory) if model.frozen is not None else ()
     return measure(config, model, batch, files)
+
+
+def files_of(config: SwapConfig, directory: ModelDirectory | None) -> Sequence[Path]:
+    """Returns the files of the weights of a directory, or of the transformer of diffusers."""
+    if directory is not None:
+        return directory.files
+    path = config.model.path if is_denoiser(config) and config.model is not None else None
+    return [] if path is None else sorted(path.glob("*.safetensors"))
 
 
 def model_of_config(config: JobConfig) -> PlannedModel:
     """Builds the model of a configuration file on meta with transformers; needs no weights."""
-    plan = plan_model(config.model, config.train, reads_weights=False)
+    plan = plan_model(config.model, config.train, reads_weights=bool(config.adapter))
     return model_of_module(build_model(plan, config), config, plan.hf_config)
 
 
@@ -152,7 +167,7 @@ def batch_for(
     """Returns the batch of the file if it trains the file's model; options take precedence."""
     if accumulation and config.train is not None:
         config = changed(config, {"train.gradient_accumulation_steps": accumulation})
-    own = UNKNOWN_BATCH if by_name else batch_of(config)
+    own = UNKNOWN_BATCH if by_name else planned_batch(config)
     if own == UNKNOWN_BATCH:
         sequence = sequence or _SEQUENCE_LENGTH
         num_tokens = tokens or _SEQUENCES * sequence
