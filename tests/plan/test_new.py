@@ -294,17 +294,21 @@ def test_data_that_train_would_refuse_are_refused(
     ("generation_config.json", "[1]", "generation_config.json cannot be used"),
     ("tokenizer.json", "{", "data.tokenizer: .* cannot be loaded"),
     ("chat_template.jinja", "{{ no( }}", "record 1: the chat template refuses this conversation"),
+    ("tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}),
+     "has no token for padding or the end of a text"),
+    ("chat.jsonl", json.dumps({"text": "a"}), "data.paths: token 97 .* vocabulary of 64"),
 ])  # fmt: skip
-def test_files_of_a_model_that_train_would_refuse_are_refused(
+def test_files_that_train_would_refuse_are_refused(
     file: str, content: str, said: str, machine: Path, tmp_path: Path
 ) -> None:
-    model = config_only(tmp_path / "model", QWEN3)
+    model = config_only(tmp_path / "model", QWEN3 | {"vocab_size": 64})
     ByteTokenizer().for_records().save_pretrained(model)
-    (model / file).write_text(content)
+    place = tmp_path if file == "chat.jsonl" else model
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    (place / file).write_text(content)
     data = ["--data", tmp_path / "chat.jsonl"] * file.startswith("chat")
-    refused = run(model, *data, "--hardware", machine)
+    refused = run(model, *data, "--hardware", machine, "-o", tmp_path / "new.toml")
     assert refused.exit_code == 2 and re.search(said, " ".join(refused.output.split()))
 
 

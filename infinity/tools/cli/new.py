@@ -131,7 +131,7 @@ def write_new(asked: NewOptions) -> None:
         directory = read_directory(asked.directory, purpose=purpose_of(asked.data or ()))
         _refuse_model(asked, directory)
         positions = directory.shape.max_positions
-        wish = _wish(asked, positions, _facts(asked, asked.sequence or positions))
+        wish = _wish(asked, positions, _facts(asked, directory))
     machine, found, forecast = _decide(asked, wish, directory)
     if forecast.obstacles:
         raise ConfigError(
@@ -271,18 +271,26 @@ def _wish(asked: NewOptions, max_positions: int | None, data: DataFacts | None) 
     )
 
 
-def _facts(asked: NewOptions, length: int | None) -> DataFacts | None:
+def _facts(asked: NewOptions, directory: ModelDirectory) -> DataFacts | None:
     from infinity.tools.plan.data_facts import read_data
     from infinity.tools.training.settle import tokenizer_of
     from infinity.tools.training.tokenizers import open_tokenizer
 
     choice = tokenizer_of(asked.directory)
     tokenizer = open_tokenizer(choice.value)
+    fast = tokenizer.for_records()
+    if fast.pad_token is None and fast.eos_token is None:  # TRL fills records with one of them.
+        raise ConfigError(
+            f"data.tokenizer: {asked.directory} has no token for padding or the end of a text; "
+            "expected pad_token or eos_token in its tokenizer_config.json"
+        )
     if not asked.data:
         return None
     if choice.value == "bytes":
         note(str(choice))
-    return read_data(asked.data, tokenizer, length)
+    shape = directory.shape
+    length, vocab_size = asked.sequence or shape.max_positions, shape.embedding[0].shape[0]
+    return read_data(asked.data, tokenizer, length, vocab_size)
 
 
 def _decide(

@@ -15,10 +15,12 @@ from pathlib import Path
 from infinity.config import DataSource, SwapConfig
 from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
+from infinity.modules.reading.configuration import MOST_TOKENS
 from infinity.simulate.job import Batch, batch_of
 from infinity.sizes import MIB
 from infinity.tools.training.data_files import collect_files, is_records, read_rows, texts_in
 from infinity.tools.training.images import has_images, learned_images, open_processor
+from infinity.tools.training.job_data import refuse_stranger
 from infinity.tools.training.records import (
     first_record,
     kind_of_columns,
@@ -64,11 +66,14 @@ def sources_of(paths: Sequence[Path]) -> list[DataSource]:
     return [DataSource.model_validate(str(path.resolve())) for path in paths]
 
 
-def read_data(paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = None) -> DataFacts:
+def read_data(
+    paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = None,
+    vocab_size: int = MOST_TOKENS,
+) -> DataFacts:  # fmt: skip
     """Returns the facts of files and directories, as `data.paths` means them. Raises ConfigError
     for what `infinity train` would refuse, with sequences of at most `length` tokens."""
     texts, records = collect_files(sources_of(paths))
-    if records and "chosen" in first_record(records):
+    if records and "chosen" in first_record(records, vocab_size=vocab_size):
         raise ConfigError(
             f"data.paths: {records[0]} holds preferences, and what is written here has "
             'train.method = "sft", which does not learn them; write the file without --data, then '
@@ -79,7 +84,7 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = 
         if "images" not in first.column_names:
             kind = kind_of_columns(first.column_names, place)
             mark_conversations(first, fast, place, assistant_only=True, kind=kind)
-    found = [_read(file, tokenizer, length) for file in chain(texts, records)]
+    found = [_read(file, tokenizer, length, vocab_size) for file in chain(texts, records)]
     num_tokens = sum(facts.num_tokens for facts in found)
     if not num_tokens:
         raise ConfigError(f"data.paths: {(texts + records)[0]} has no token to learn; give more")
@@ -116,9 +121,9 @@ def _records_of(config: SwapConfig) -> list[Path]:
         return []
 
 
-def _read(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
+def _read(file: Path, tokenizer: Tokenizer, length: int | None, vocab_size: int) -> DataFacts:
     if not is_records(file):
-        return _text(file, tokenizer)
+        return _text(file, tokenizer, vocab_size)
     records = iter(read_rows(file, needed_columns))
     first = next(records, None)
     if first is None:
@@ -142,7 +147,7 @@ def _read(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
         texts = list(texts_in([value for key, value in record.items() if key in learned]))
         turns = record.get("messages", record.get("conversations"))
         messages = len(turns) if isinstance(turns, list) else 2
-        counts = [len(tokenizer.encode(text)) for text in texts]
+        counts = [_num_tokens(text, tokenizer, vocab_size) for text in texts]
         lengths.append(sum(counts) + marks * messages)
         longest = max(longest, max(counts, default=0) + marks if kind == "pairs" else lengths[-1])
         sampled_nbytes += sum(len(text.encode(errors="replace")) for text in texts)
@@ -184,10 +189,17 @@ def _count(file: Path, num_sampled: int, sampled_nbytes: int) -> int:
         return max(num_sampled, sum(chunk.count(b"\n") for chunk in chunks))
 
 
-def _text(file: Path, tokenizer: Tokenizer) -> DataFacts:
+def _text(file: Path, tokenizer: Tokenizer, vocab_size: int) -> DataFacts:
     with file.open("rb") as stream:
         content = stream.read(_SAMPLE_NBYTES)
     size_nbytes = file.stat().st_size
-    count = len(tokenizer.encode(content.decode(errors="ignore")))
+    count = _num_tokens(content.decode(errors="ignore"), tokenizer, vocab_size)
     num_tokens = count * size_nbytes // max(len(content), 1)
     return DataFacts("text", 0, num_tokens, 0, size_nbytes <= _SAMPLE_NBYTES)
+
+
+def _num_tokens(text: str, tokenizer: Tokenizer, vocab_size: int) -> int:
+    """Returns the number of tokens. Raises ConfigError for one that the model does not have."""
+    ids = tokenizer.encode(text)
+    refuse_stranger(max(ids, default=0), tokenizer, vocab_size, "data.paths")
+    return len(ids)
