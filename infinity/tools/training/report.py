@@ -253,9 +253,9 @@ class Summary:
 
     @property
     def is_on_plateau(self) -> bool:
-        """Whether the newest evaluations were all above an earlier one."""
+        """Whether none of the newest evaluations was below the earlier ones."""
         losses = [loss for _, loss in self.held_out_losses]
-        return len(losses) > _PLATEAU and min(losses[-_PLATEAU:]) > min(losses[:-_PLATEAU])
+        return len(losses) > _PLATEAU and min(losses[-_PLATEAU:]) >= min(losses[:-_PLATEAU])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the summary for JSON."""
