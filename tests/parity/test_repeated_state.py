@@ -686,6 +686,9 @@ class Shares(Block):
             return y * torch.rand(WIDTH, generator=self.generator)
         if self.what == "table":
             self.table["calls"] += 1
+        elif self.what == "flag":  # As it was after an even number of calls.
+            FLAG.data.neg_()
+            return y * FLAG
         elif self.what == "class":
             type(self).total += 1
         elif self.what == "global":
@@ -696,8 +699,13 @@ class Shares(Block):
         return y
 
 
-GENERATOR, PERMUTES = torch.Generator(), torch.Generator()
-TABLE, LOCAL = {"calls": 0, "weight": 1.0}, threading.local()
+class _ById(dict[str, float]):
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+GENERATOR, PERMUTES, FLAG = torch.Generator(), torch.Generator(), torch.ones(1)
+TABLE, LOCAL = _ById(calls=0, weight=1.0), threading.local()
 
 
 class Stacks(Model):
@@ -795,9 +803,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     **{
         f"a shared {what}": (lambda what=what: Model(partial(Shares, what)), square, words)
         for what, words in (
-            ("norm", r"blocks\.0\.norm.num_batches_tracked changes in a block"),
+            ("norm", r"blocks\.0\.norm.running_mean changes in a block"),
             ("generator", r"blocks\.0\.generator changes in a block"),
             ("table", r"blocks\.0\.table\.calls changes in a block"),
+            ("flag", "FLAG changes in a block"),
             ("class", r"Shares\.total changes in a block"),
             ("global", "PERMUTES changes in a block"),
             ("parameter", r"blocks\.0 changes blocks\.0\.frozen, and its forward runs twice"),

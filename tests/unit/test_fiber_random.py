@@ -106,7 +106,7 @@ def test_a_host_alone_draws_as_before() -> None:
     assert drawn == expected
 
 
-@given(st.lists(st.sampled_from(["normal", "uniform", "nothing", "seed", "kept", "other"])))
+@given(st.lists(st.sampled_from(["normal", "uniform", "back", "seed", "kept", "other"])))
 def test_the_state_of_numpy_is_what_numpy_says_after_any_draws(steps: list[str]) -> None:
     """A normal number is drawn with a second one, which is kept beside the generator's words."""
     generators, kept = Random(torch.device("cpu")), numpy.random.get_state()
@@ -120,6 +120,22 @@ def test_the_state_of_numpy_is_what_numpy_says_after_any_draws(steps: list[str])
         elif step == "kept":
             generators.set([*generators.state()[:1], kept, *generators.state()[2:]])
             assert is_alike(numpy.random.get_state(), kept)
+        elif step == "back":
+            numpy.random.set_state(kept)
+            assert is_alike(generators.fresh(1)[0][1], kept)
         elif step == "other":
             kept = generators.state()[1]
         assert is_alike(generators.state()[1], numpy.random.get_state())
+
+
+@pytest.mark.filterwarnings("ignore:get_state and legacy")
+def test_a_program_may_give_numpy_another_generator() -> None:
+    before = vars(numpy.random)["get_bit_generator"]()
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    try:
+        generators = Random(torch.device("cpu"))
+        first, drawn = generators.fresh(2)[0], numpy.random.random()
+        generators.set(first)
+        assert drawn == numpy.random.random()
+    finally:
+        numpy.random.set_bit_generator(before)

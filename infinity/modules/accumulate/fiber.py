@@ -221,8 +221,8 @@ class _OfNumpy:
         self._generator = _generator_of_numpy()
         self._address = self._generator.ctypes.state_address
         self._known: tuple[bytes, Any] = b"", None  # The words and the state, as last read or set.
-        state: Any = numpy.random.get_state()
-        self._is_copied = state[0] == "MT19937" and self._words() == _words_of(state)
+        words = _words_of(numpy.random.get_state())
+        self._is_copied = words != b"" and self._words() == words
 
     def _words(self) -> bytes:
         return ctypes.string_at(self._address, _NUM_WORDS * 4)
@@ -253,9 +253,12 @@ _generator_of_numpy: Callable[[], Any] = vars(numpy.random)["get_bit_generator"]
 
 
 def _words_of(state: Any) -> bytes:
-    """Returns what `struct mt19937_state` of NumPy holds: the key and the place in it."""
-    kind, key, place = state[:3]
-    return key.tobytes() + int(place).to_bytes(4, sys.byteorder) if kind == "MT19937" else b""
+    """Returns what `struct mt19937_state` of NumPy holds: the key and the place in it. Empty for
+    another generator (`numpy.random.set_bit_generator`), whose state is a dict."""
+    if isinstance(state, dict):
+        return b""
+    key: bytes = state[1].tobytes()
+    return key + int(state[2]).to_bytes(4, sys.byteorder)
 
 
 class Random:
@@ -289,6 +292,7 @@ class Random:
         The new ones follow from every generator of torch: a model may draw from that of the device
         alone, and the host's then stays the same from step to step.
         """
+        self._of_numpy = _OfNumpy()  # A program may have put back a kept number alone.
         kept = self.state()
         seeds = [int(torch.randint(2**62, ())) for _ in range(count - 1)]
         states = [kept][:count]

@@ -94,7 +94,6 @@ from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 # The stop of a fiber behind a block.
 _THROUGH = object()
-_IN_BLOCK = "in a block, and is not of this block alone"
 
 _T = TypeVar("_T")
 
@@ -243,15 +242,14 @@ class LayerMajorSchedule:
         The plain order has them, too, if the first micro-batch makes them before any other begins
         (`is_first`), and those that each makes behind its last block, in their order.
         """
-        if fiber.at is _THROUGH:  # The block is over when all are through it.
-            _refuse(self._program.changed(by_version=True), _IN_BLOCK)
+        if fiber.at is _THROUGH:
+            _refuse(self._program.changed(), "in a block, and is not of this block alone")
         elif fiber.at is None:
             _refuse(self._program.written_again(), "in the course of micro-batches")
         elif self._parts.proof.is_alone:
             self._program.changed()
         elif fiber.records.called:
-            names = self._program.changed(by_version=True)
-            _refuse(names, "in a micro-batch, before the one before it has ended")
+            _refuse(self._program.changed(), "in a micro-batch, before the one before it has ended")
         else:
             names = self._program.own(fiber.number)
             if not is_first:
@@ -310,7 +308,6 @@ class LayerMajorSchedule:
             with self._uses.using(block.hooked.units):
                 for group in [arrived] if block.experts else self._groups(arrived):
                     self._run_by_tiles(group, losses)
-            _refuse(self._program.changed(), _IN_BLOCK)
             # Except for fibers that are at another block inside this one.
             self._run_by_tiles([fiber for fiber in arrived if fiber.at is _THROUGH], losses)
 

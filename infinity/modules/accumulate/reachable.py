@@ -57,19 +57,16 @@ class Changeable(NamedTuple):
     before: Any
     places: list[tuple[Any, Any]]
 
-    def is_changed(
-        self, proof: Proof, *, is_assumed: bool = True, by_version: bool = False
-    ) -> bool:
+    def is_changed(self, proof: Proof, *, is_assumed: bool = True) -> bool:
         """Whether the object holds something else now. is_assumed: a tensor that was once written
-        through `.data` is written again, where a comparison would wait for the device. by_version:
-        writes of tensors through `.data` are not looked for."""
+        through `.data` is written again, where a comparison would wait for the device."""
         if not isinstance(self.owner, torch.Tensor):
-            is_plain = isinstance(self.owner, (dict, list, set, deque))
+            is_plain = type(self.owner) in (dict, list, set, deque)
             return not is_alike(self.owner if is_plain else _read(self.owner), self.before)
         version, clone = self.before
         if version != _version(self.owner):
             return True
-        if clone is None or by_version:
+        if clone is None:
             return False
         if self.owner.device.type != "cpu" and not proof.is_young:
             return is_assumed and self.label in proof.written
@@ -230,16 +227,15 @@ class Reachable:
             self.look()
         return partial(_changed, self.cells, self._proof, is_assumed=is_assumed)
 
-    def take_changed(self, *, by_version: bool = False) -> list[Changeable]:
-        """Returns the objects that hold something else than at the last look, and looks again. See
-        `Changeable.is_changed`."""
-        if cells := _changed(self.cells, self._proof, by_version=by_version):
+    def take_changed(self) -> list[Changeable]:
+        """Returns the objects that hold something else than at the last look, and looks again."""
+        if cells := _changed(self.cells, self._proof):
             self.look()
         return cells
 
 
-def _changed(cells: list[Changeable], proof: Proof, **how: bool) -> list[Changeable]:
-    return [cell for cell in cells if cell.is_changed(proof, **how)]
+def _changed(cells: list[Changeable], proof: Proof, *, is_assumed: bool = True) -> list[Changeable]:
+    return [cell for cell in cells if cell.is_changed(proof, is_assumed=is_assumed)]
 
 
 class ProgramState:
@@ -322,9 +318,9 @@ class ProgramState:
             or any((id(cell.owner), key) in self._writers for key in cell.changed_keys())
         ]
 
-    def changed(self, *, by_version: bool = False) -> list[str]:
+    def changed(self) -> list[str]:
         """Returns the names of what has changed since the last call."""
-        return [cell.what() for cell in self._found.take_changed(by_version=by_version)]
+        return [cell.what() for cell in self._found.take_changed()]
 
     @cached_property
     def _of_blocks(self) -> Mapping[int, Any]:
