@@ -36,8 +36,9 @@ def merge(
         Literal["bf16", "keep"],
         opt(
             None,
-            "bf16: quantised weights become numbers. keep: changed ones are quantised again, "
-            "in the format that they have; the others are copied.",
+            "bf16: quantised weights become numbers (float16 where their scales are). keep: "
+            "changed ones are quantised again, in the format that they have; the others are "
+            "copied.",
         ),
     ] = "bf16",
     any_base: Annotated[
