@@ -209,13 +209,13 @@ def scheme_of(
     of the tensors that is not stored as numbers."""
     method = method_of(quantization)
     try:
-        _check_kinds(quantization, where)
         if str(method) not in _SCHEMES:
             raise ConfigError(
                 f"{where}: its weights are quantized with quant_method={method!r}; codecs exist "
                 f"for {', '.join(_SCHEMES)}. Use a checkpoint in one of those, or the bfloat16 one "
                 "of the model, of which `infinity quantize` makes a smaller one"
             )
+        _check_kinds(quantization, where)
         scheme = _SCHEMES[str(method)](quantization, where)
     except ConfigError as error:
         for name, (dtype, _) in (headers or {}).items():

@@ -254,7 +254,7 @@ def test_what_a_directory_lacks_is_named(directory: Path, tmp_path: Path) -> Non
 
 
 def test_a_format_without_a_codec_is_refused_as_training_refuses_it(directory: Path) -> None:
-    table = {**CONFIG, "quantization_config": {"quant_method": "exl3", "bits": 4}}
+    table = {**CONFIG, "quantization_config": {"quant_method": "exl3", "bits": 4.0}}
     (directory / "config.json").write_text(json.dumps(table))
     with pytest.raises(ConfigError, match="quant_method='exl3'; codecs exist for fp8.*is 'model"):
         read_directory(directory)
