@@ -43,6 +43,7 @@ _PLAIN = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch
 _CODE = (
     types.FunctionType, types.MethodType, functools.partial, types.CellType, type,
 )  # fmt: skip
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.bool})
 _ABSENT = object()
 _NOTHING: Mapping[int, Any] = {}
 _Place = tuple[int, Any]
@@ -396,6 +397,8 @@ def _data_of(cls: type) -> dict[str, Any]:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """NaN is unequal to itself. A tensor of no dimension is not viewed as other elements."""
+    if tensor.dtype in _INTEGERS:  # Token ids, of which there may be many.
+        return tensor.detach()
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
