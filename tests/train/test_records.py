@@ -419,6 +419,7 @@ def test_a_resumed_run_keeps_the_patience_and_the_place_in_its_epoch(tmp_path, t
     table["data"]["eval_paths"] = [str(tmp_path / "eval.jsonl")]
     table["train"] |= {
         "steps": 40, "eval_every": 1, "early_stopping_patience": 3, "eval_batches": 2,
+        "keep_best": True,
     }  # fmt: skip
     table["adapter"]["dropout"] = 0.2
     table["optimizer"]["lr"] = 0.2
@@ -430,8 +431,11 @@ def test_a_resumed_run_keeps_the_patience_and_the_place_in_its_epoch(tmp_path, t
     table["output"] = {"directory": str(tmp_path / "again")}
     again = run(table, resume_from=last_but_one)
     assert again["stopped_early"] and again["steps_done"] == 1
+    assert again["best_step"] is None  # The best weights are in the first directory.
     # Once more: the run is at its end, unless it gets more patience.
-    assert run(table, resume=True)["steps_done"] == 0
+    table["output"] = {"directory": str(tmp_path / "output")}
+    ended = run(table, resume=True)
+    assert ended["steps_done"] == 0 and ended["best_step"] == whole["best_step"]
     table["train"] |= {"early_stopping_patience": 4}
     assert run(table, resume=True)["steps_done"] >= 1
     # Two evaluations in a row had no lower loss when the step was saved: nothing had been stopped.

@@ -31,6 +31,7 @@ from infinity.config.schema import numbers
 from infinity.config.swap import COMMITS_NAME, COPYING_NAME
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.tools.training.job import Job
+from infinity.tools.training.output import BEST_NAME
 from infinity.tools.training.process import Interrupt
 from infinity.tools.training.report import Reporter, Summary
 from infinity.tools.training.trainer import check_state
@@ -311,6 +312,8 @@ class RunCheckpoints:
         if self._accepted:
             follow(scheduler, optimizer, self._config.optimizer.lr)
         self._summary.resumed_at = loaded.step
+        if (self._config.output.directory / BEST_NAME).is_dir():
+            self._summary.best_step = loaded.extra[TRAINER_STATE]["best_global_step"]
         if loaded.path.parent not in self._config.commit_directories:
             self._saved_step = loaded.step
             self._summary.checkpoint = str(loaded.path)

@@ -487,6 +487,8 @@ class RunTrainer(OffloadedTrainer):
 
     def _end_step(self, now: Step, best: float | None) -> None:
         is_best = self.state.best_metric != best
+        if is_best:  # Trainer notes it where it saves alone.
+            self.state.best_global_step = now.number
         if self.job_run.after_step(now, is_best=is_best):
             self.control.should_training_stop = True
 
