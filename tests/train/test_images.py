@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 from base64 import b64encode
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -27,8 +28,10 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.modules.reading.configuration import towers
 from infinity.tools.plan.data_facts import IMAGES, DataFacts, read_data
 from infinity.tools.training import job as job_module
+from infinity.tools.training import program
 from infinity.tools.training.images import open_processor
 from infinity.tools.training.job_data import open_data
+from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.tokenizers import HuggingFaceTokenizer
 
 from . import plain
@@ -326,11 +329,19 @@ def test_a_processor_that_mixes_no_records_without_images_is_refused_in_batches(
     assert len(facts(asked | {"schedule": {"micro_batch": 1}})) == 2
 
 
+@pytest.mark.parametrize(("beside_mib", "ranks"), [(0.001, 1), (1000, 1), (1000, 1000)])
 def test_images_of_a_step_have_memory_beside_the_arena(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    beside_mib: float, ranks: int, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_module, "host_memory", lambda: HostMemory(int(24.001 * 2**20 / 0.95)))
-    with pytest.raises(CapacityError, match="and the images of a step: .*; lower tiers.host"):
+    """On all ranks of a node. An evaluation has no more images than records."""
+    memory = HostMemory(int((24 + beside_mib) * 2**20 / 0.95))
+    monkeypatch.setattr(job_module, "host_memory", lambda: memory)
+    rank = JobRank(topology=SimpleNamespace(node_count=ranks) if ranks > 1 else None)
+    monkeypatch.setattr(program, "job_rank", lambda _: nullcontext(rank))
+    asked["data"]["eval_paths"] = asked["data"]["paths"]
+    asked["train"] |= {"eval_every": 1, "eval_batches": 10**6}
+    fails = pytest.raises(CapacityError, match="and the images of a step: .*; lower tiers.host")
+    with nullcontext() if beside_mib > ranks else fails:
         run(asked)
 
 

@@ -19,6 +19,7 @@ from infinity.checkpoint.run.load import Loaded
 from infinity.config import JobConfig
 from infinity.config.machine import host_memory
 from infinity.errors import CapacityError, ConfigError
+from infinity.integrations.evaluation import MOST_BATCHES
 from infinity.integrations.sampler import ServerSampler
 from infinity.modules.reading.configuration import end_of_head, model_for_text, positions_of
 from infinity.modules.tiling.layers import Tiled
@@ -156,7 +157,7 @@ def _prepare(
                 f"model.path: {type(base).__name__} takes no images, and the records have some; "
                 "expected a model of text and images, or records without images"
             )
-        _check_data_memory(config, data)
+        _check_data_memory(config, data, rank)
     reference = build_reference(config)
     trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference)
     if config.train.diffusion is not None:
@@ -237,14 +238,16 @@ def _check_checkpoint_space(model: Any, config: JobConfig, output: Path) -> None
     )
 
 
-def _check_data_memory(config: JobConfig, data: JobData) -> None:
+def _check_data_memory(config: JobConfig, data: JobData, rank: JobRank) -> None:
     """Raises CapacityError if the images of a step have no memory beside the arena: those of its
     micro-batches and of the step before, which Trainer holds until it has them, of one that the
-    loader has ahead, and of an evaluation that passes with them."""
-    size, count = batch_of(config)
+    loader has ahead, on each rank of the node, and of a window of an evaluation beside them."""
+    (size, count), train = batch_of(config), config.train
     needed_nbytes = most_nbytes(data.train, size * (2 * count + 1))
-    if config.train.eval_every and data.held_out is not None:
-        needed_nbytes += most_nbytes(data.held_out, size * config.train.eval_batches)
+    needed_nbytes *= 1 if rank.topology is None else rank.topology.node_count
+    if train.eval_every and data.held_out is not None:
+        rows = min(train.eval_batches * train.batch_size, size * MOST_BATCHES, len(data.held_out))
+        needed_nbytes += most_nbytes(data.held_out, rows)
     memory = host_memory()
     arena_nbytes = config.tiers.host.budget_nbytes(memory.nbytes)
     if arena_nbytes + needed_nbytes > memory.most_nbytes:
