@@ -76,7 +76,7 @@ _STEPS = {
     "total_num_steps": "max_steps or num_train_epochs",
     "warmup_num_steps": "warmup_steps",
 }
-_FACTS = "_said_by_deepspeed"  # The attribute of TrainingArguments.
+_FACTS = "_said_by_deepspeed"  # The attribute of TrainingArguments, which Trainer pickles.
 
 
 class DropIn:
@@ -120,7 +120,7 @@ class DropIn:
 
         def post_init(args: Any) -> None:
             if args.deepspeed:
-                vars(args)[_FACTS] = _take_schedule(args)
+                vars(args)[_FACTS] = dict(_take_schedule(args).table)
                 self._config, args.deepspeed = self._config or args.deepspeed, None
             plain_post_init(args)
             _refuse_other_batch(args)
@@ -282,17 +282,20 @@ def _refuse_other_batch(args: Any) -> None:
     if _FACTS in vars(args):
         own = args.per_device_train_batch_size * args.gradient_accumulation_steps
         names = "per_device_train_batch_size * gradient_accumulation_steps * ranks"
-        _refuse_other(vars(args)[_FACTS], "train_batch_size", args.world_size * own, names)
+        _refuse_other(Facts(vars(args)[_FACTS]), "train_batch_size", args.world_size * own, names)
 
 
 def _refuse_other_steps(trainer: Any) -> None:
     """Raises ConfigError for a DeepSpeed file with other steps than those of the trainer."""
-    facts, place = vars(trainer.args).get(_FACTS), "scheduler.params"
-    if facts is None or {facts.get(f"{place}.{key}") for key in _STEPS} == {None}:
+    facts, place = Facts(vars(trainer.args).get(_FACTS, {})), "scheduler.params"
+    if {facts.get(f"{place}.{key}") for key in _STEPS} == {None}:
         return
     args, loader = trainer.args, trainer.get_train_dataloader()
     steps = trainer.set_initial_training_values(args, loader)[-1]
-    for key, own in zip(_STEPS, (steps, max(1, args.get_warmup_steps(steps))), strict=True):
+    warmup = args.get_warmup_steps(steps)
+    if not warmup and facts.get(f"{place}.warmup_num_steps") == 1:  # transformers writes 1 for 0.
+        warmup = 1
+    for key, own in zip(_STEPS, (steps, warmup), strict=True):
         _refuse_other(facts, f"{place}.{key}", own, _STEPS[key])
 
 

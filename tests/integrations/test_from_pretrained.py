@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import runpy
 import shutil
 from contextlib import nullcontext
@@ -186,6 +187,12 @@ def test_a_program_of_trl_runs_as_it_is(
         with DropIn().installed(), pytest.raises(ConfigError, match=said):
             args = TrainingArguments("out", max_steps=4, warmup_steps=0.5, deepspeed=wrong)
             Trainer(torch.nn.Linear(1, 1), args, train_dataset=[{"x": 1}]).train()
+    for count in (0, 1):  # Without a warm-up, transformers writes 1. The first batch is asked for.
+        wish = {"scheduler": {"params": {"warmup_num_steps": count}}}
+        with DropIn().installed(), pytest.raises(ValueError, match="was empty"):
+            args = TrainingArguments("out", max_steps=4, deepspeed=wish)
+            Trainer(torch.nn.Linear(1, 1), args, train_dataset=[{"x": 1}]).train()
+    assert b"infinity" not in pickle.dumps(args)  # As training_args.bin.
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(value.any() for name, value in adapter.items() if "lora_B" in name)
     engine.close()
