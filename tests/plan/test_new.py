@@ -310,6 +310,11 @@ def test_files_that_train_would_refuse_are_refused(
     data = ["--data", tmp_path / "chat.jsonl"] * file.startswith("chat")
     refused = run(model, *data, "--hardware", machine, "-o", tmp_path / "new.toml")
     assert refused.exit_code == 2 and re.search(said, " ".join(refused.output.split()))
+    if file == "tokenizer_config.json":  # Plain text is not filled.
+        (tmp_path / "a.txt").write_text("\n" * 4000)
+        data = ["--data", tmp_path / "a.txt"]
+        written = run(model, *data, "--hardware", machine, "-o", tmp_path / "new.toml")
+        assert written.exit_code == 0, written.output
 
 
 def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:

@@ -272,14 +272,17 @@ def _wish(asked: NewOptions, max_positions: int | None, data: DataFacts | None) 
 
 
 def _facts(asked: NewOptions, directory: ModelDirectory) -> DataFacts | None:
-    from infinity.tools.plan.data_facts import read_data
+    from infinity.tools.plan.data_facts import read_data, sources_of
+    from infinity.tools.training.data_files import collect_files
     from infinity.tools.training.settle import tokenizer_of
     from infinity.tools.training.tokenizers import open_tokenizer
 
     choice = tokenizer_of(asked.directory)
     tokenizer = open_tokenizer(choice.value)
     fast = tokenizer.for_records()
-    if fast.pad_token is None and fast.eos_token is None:  # TRL fills records with one of them.
+    # TRL fills records with one of them.
+    fills = not asked.data or collect_files(sources_of(asked.data))[1]
+    if fills and fast.pad_token is None and fast.eos_token is None:
         raise ConfigError(
             f"data.tokenizer: {asked.directory} has no token for padding or the end of a text; "
             "expected pad_token or eos_token in its tokenizer_config.json"
