@@ -282,12 +282,13 @@ class ServerSampler:
     def attach(self, trainer: Any) -> None:
         """Makes a trainer that `check` has accepted sample here. The server forgets the last
         adapter when training ends, in whatever way; that of a process that was killed, at the first
-        step of the next one with the same output directory."""
+        step of the next one on its host with the same output directory."""
         self._trainer, plain = trainer, trainer.train
         output = Path(trainer.args.output_dir).absolute()
         self._place = self._directory or output / "sampler"
-        # Runs may share a directory of adapters.
-        self._prefix = f"infinity-{hashlib.sha256(bytes(output)).hexdigest()[:8]}"
+        # Runs may share a directory of adapters, and hosts the names of their directories.
+        owner = hashlib.sha256(os.uname().nodename.encode() + bytes(output)).hexdigest()[:8]
+        self._prefix = f"infinity-{owner}"
 
         def train(*args: Any, **options: Any) -> Any:
             try:
@@ -313,7 +314,8 @@ class ServerSampler:
             if trainer.accelerator.is_main_process:
                 self._forget()
                 # Servers keep prefixes by this name, so no other adapter may ever have it.
-                name = f"{self._prefix}-{secrets.token_hex(4)}-{trainer.state.global_step}"
+                unique = f"{secrets.token_hex(4)}-{trainer.state.global_step}"
+                name = f"{self._prefix}-{os.getpid()}-{unique}"
                 place = self._place / name
                 with reporting("write the adapter", place):
                     trainer.model.save_pretrained(
@@ -324,8 +326,12 @@ class ServerSampler:
         self._model = broadcast_object_list([self._model])[0]
 
     def _forget(self) -> None:
-        """Lets the server unload adapters of this output directory, and removes their files."""
-        for place in self._place.glob(f"{self._prefix}-*"):
+        """Lets the server unload adapters of this process, and of those with this output directory
+        that are gone, and removes their files."""
+        for place in self._place.glob(f"{self._prefix}-*-*-*"):
+            pid = place.name.split("-")[2]
+            if pid != str(os.getpid()) and Path("/proc", pid).exists():
+                continue
             shutil.rmtree(place, ignore_errors=True)
             self._server.unload_adapter(place.name)
 

@@ -4,6 +4,7 @@ a run that goes on after it has died, and what is refused before weights are rea
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_a_server_samples_and_a_run_that_it_has_ended_goes_on(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the lines of a run that nothing has interrupted. It removes the adapter that a killed
-    one has left."""
+    one has left, not that of a living one."""
     left = tmp_path / "again" / "output" / "sampler"
     rest, lines = "[checkpoint]\nevery = 2", []
     with server_of(base).running() as url:
@@ -205,10 +206,12 @@ def test_a_server_samples_and_a_run_that_it_has_ended_goes_on(
             patched.setattr(ServerSampler, "_forget", lambda _: None)
             train(job)
         assert len(lines_of(job.parent / "output")) == 2 and len([*left.iterdir()]) == 3
+    alive = left / next(left.iterdir()).name.replace(f"-{os.getpid()}-", "-1-")
+    alive.mkdir()
     with server_of(base).running() as url:  # At another address.
         job = job_of(tmp_path / "again", base, rest=rest, sampler=url)
         lines.append(train(job, resume=True))
-    assert not [*left.iterdir()]
+    assert [*left.iterdir()] == [alive]
     for whole, again in zip(*lines, strict=True):
         for name in ("loss", "reward", "entropy", DIFFERENCE + "mean", DIFFERENCE + "max"):
             assert whole[name] == again[name], name
