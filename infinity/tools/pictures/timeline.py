@@ -11,6 +11,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -104,6 +105,10 @@ def legend_of(tracks: Sequence[tuple[str, Sequence[Bars]]]) -> dict[str, str]:
     return {kind: color for kind, color in COLORS.items() if color in shown}
 
 
+# Characters of a line: pictures are narrow, so that a phone shows their words.
+_TITLE_LENGTH = 80
+
+
 def find_pyplot() -> Any:
     """Returns pyplot, set to paint files. Raises UnsupportedError without matplotlib."""
     try:
@@ -127,7 +132,7 @@ def paint(path: Path, *pictures: TrackPicture) -> None:
     pyplot = find_pyplot()
     heights = [1.1 + 0.45 * _num_rows(picture) for picture in pictures]
     figure, axes = pyplot.subplots(
-        len(pictures), figsize=(12, sum(heights)), squeeze=False, height_ratios=heights
+        len(pictures), figsize=(8, sum(heights)), squeeze=False, height_ratios=heights
     )
     for picture, axis in zip(pictures, axes[:, 0], strict=True):
         _paint_tracks(axis, picture)
@@ -168,14 +173,17 @@ def _paint_tracks(axis: Any, picture: TrackPicture) -> None:
     for edge in picture.edges:
         axis.axvline(edge, color="black", linewidth=0.8)
     axis.set_xlabel(picture.time_label)
-    axis.set_title(picture.title, loc="left")
+    axis.set_title(textwrap.fill(picture.title, _TITLE_LENGTH), loc="left", fontsize=9.5)
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
     if picture.legend:
         from matplotlib.patches import Patch
 
         patches = [Patch(color=color, label=label) for label, color in picture.legend.items()]
-        axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+        axis.legend(
+            handles=patches, loc="upper center", bbox_to_anchor=(0.4, 0), frameon=False,
+            ncols=len(patches), columnspacing=1.2, handlelength=1.2, borderaxespad=4,
+        )  # fmt: skip
 
 
 # -- The page --------------------------------------------------------------------------------------
