@@ -161,6 +161,23 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
     assert list((job / "swap").iterdir()) == []
 
 
+def test_a_full_drive_of_checkpoints_alone_is_named_before_the_first_step(job, monkeypatch):
+    far = job / "far"
+    far.mkdir()
+    seem_elsewhere(far, monkeypatch.setattr)
+    real = os.statvfs
+
+    def full(path: Path) -> os.statvfs_result:
+        stats = list(real(path))
+        stats[4] *= not Path(path).is_relative_to(far)  # f_bavail
+        return os.statvfs_result(stats)
+
+    monkeypatch.setattr(os, "statvfs", full)
+    with pytest.raises(StorageError, match=r"far' .*a checkpoint needs .* free space"):
+        run(job, "train.steps=12", "checkpoint.every=4", f"checkpoint.directory={far}")
+    assert not (job / "output" / "metrics.jsonl").exists()
+
+
 def test_a_damaged_newest_checkpoint_is_named_and_is_in_nobodys_way(job):
     options = "train.steps=6", "checkpoint.every=2", "train.schedule='constant'"
     run(job, *options)

@@ -24,6 +24,7 @@ from infinity.integrations.sampler import ServerSampler
 from infinity.modules.reading.configuration import end_of_head, model_for_text, positions_of
 from infinity.modules.tiling.layers import Tiled
 from infinity.sizes import format_nbytes
+from infinity.state.spare_generations import is_elsewhere
 from infinity.tools.training.adapter import adapter_nbytes
 from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.denoising import Denoising
@@ -221,13 +222,13 @@ def _give_teacher(trainer: Any, config: JobConfig, data: JobData, teacher: Teach
 
 
 def _check_checkpoint_space(model: Any, config: JobConfig, output: Path) -> None:
-    """Raises StorageError if the drive has no space for a checkpoint of what is trained. With a
-    swap directory, checkpoints may be links, and `offload` reserves their space."""
-    if config.checkpoint is None or config.tiers.nvme:
+    """Raises StorageError if the drive has no space for a checkpoint of what is trained. On the
+    drive of the swap directory checkpoints are links, and `offload` reserves their space."""
+    place, swap = config.checkpoint_directory, config.tiers.nvme
+    if config.checkpoint is None or (swap and not is_elsewhere(swap, place)):
         return
     trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
     moment_nbytes = 1 if config.precision.moments == "8bit" else 4
-    place = config.checkpoint_directory
     check_space(
         place if place.is_dir() else output,
         trained * (4 + moment_nbytes * config.optimizer.num_moments),
