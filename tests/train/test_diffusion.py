@@ -8,6 +8,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import datasets
@@ -338,17 +339,20 @@ def test_a_run_has_the_bits_of_the_plain_loop_wherever_state_lies(
 def test_a_plan_has_the_bytes_of_a_run(
     adapter: str, within: float, home: Path, tmp_path: Path
 ) -> None:
-    """Written to the byte. Of units this small, what memory keeps is a part of the reads. How many
-    updates are early depends on the rates of the moment, so none is."""
+    """Written to the byte, in most steps: a write may end in the next one. Of units this small, what
+    memory keeps is a part of the reads. No update is early: how many depends on the moment."""
     file = job_of(tmp_path, home, "wan", "nvme", adapter) / "job.toml"
     text = file.read_text().replace("[checkpoint]\nevery = 1", '[schedule]\nupdates = "deferred"')
-    file.write_text(text.replace("32MiB", "600KiB").replace("steps = 4", "steps = 6"))
+    file.write_text(text.replace("32MiB", "600KiB").replace("steps = 4", "steps = 12"))
     train(tmp_path)
     moved = json.loads(run_command("plan", file, "--json").stdout)["moved_nbytes"]
-    line = lines_of(tmp_path / "output")[4]
-    assert moved["nvme_write"] == line["nvme_write_nbytes"]
+    lines = lines_of(tmp_path / "output")[1:]
+    wrote, found = (
+        median(line[f"nvme_{what}_nbytes"] for line in lines) for what in ("write", "read")
+    )
+    assert moved["nvme_write"] == wrote
     read = moved["nvme_read"] + moved.get("checkpoint_read", 0)
-    assert read == pytest.approx(line["nvme_read_nbytes"], rel=within)
+    assert read == pytest.approx(found, rel=within)
 
 
 @pytest.mark.parametrize("family", ["flux", "qwen", "sd3", "wan"])
