@@ -381,7 +381,7 @@ def test_an_export_inside_a_sweep_is_refused(swap_directory: Path) -> None:
 
     with (
         offloaded(Blocks(), swap_config(swap_directory)) as model,
-        pytest.raises(InfinityError, match="behind that call"),
+        pytest.raises(InfinityError, match="after that call"),
     ):
         infinity.forward_backward(model, loss, [batch(0), batch(1)])
 
