@@ -38,7 +38,7 @@ from tests.support.two_sides import idle_drives
 
 EVERY = 2
 # The most effects, or chunks, behind which a life ends.
-EFFECTS_OF_A_SHARE = {"copied": 200, "linked": 60, "early": 15}
+EFFECTS_OF_A_SHARE = {"copied": 200, "linked": 60, "early": 12}
 EFFECTS = ("pwrite", "write", "fsync", "link", "rename", "replace", "unlink", "rmdir")
 
 
