@@ -78,8 +78,8 @@ def _is_outside(kept: Collection[int], unit: int) -> bool:
 
 class _Arena:
     """A cache in one range of memory, with the allocator and the choice of the engine: what does
-    not fit between its holes is not there. Reads ahead are not in it, because they cost no bytes
-    (streaming/weights/eviction.py, Note [Reads ahead])."""
+    not fit between its holes is not there. Reads ahead are not in it: they cost no bytes
+    (streaming/weights/eviction.py, Note [Reads ahead]), but for a block that `visits` counts."""
 
     def __init__(self, order: AccessOrder, nbytes: Sequence[int], capacity_nbytes: float) -> None:
         self._trace = order

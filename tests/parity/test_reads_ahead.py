@@ -35,6 +35,12 @@ class Counted:
         monkeypatch.setattr(target, name, called)
 
 
+def base_of(directory: Path, num_layers: int) -> Base:
+    sizes = {"num_hidden_layers": num_layers, "hidden_size": 64, "intermediate_size": 192}
+    write_quantized(tiny_causal_lm("llama", **sizes), directory, "nf4")
+    return Base.at(directory)
+
+
 def steps_over(
     base: Base, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, int]:
@@ -62,9 +68,7 @@ def steps_over(
 def test_a_refused_read_ahead_looks_at_all_blocks_once_for_each_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"num_hidden_layers": 32, "hidden_size": 64, "intermediate_size": 192}
-    write_quantized(tiny_causal_lm("llama", **sizes), tmp_path / "base", "nf4")
-    base = Base.at(tmp_path / "base")
+    base = base_of(tmp_path / "base", 32)
     config = at_least(
         base,
         config_of(
@@ -112,9 +116,7 @@ def test_reads_ahead_in_sweeps_without_a_backward_wait_for_no_copy_to_the_device
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They leave the blocks of the layer in use, at the cost of one block that is kept."""
-    sizes = {"num_hidden_layers": 24, "hidden_size": 64, "intermediate_size": 192}
-    write_quantized(tiny_causal_lm("llama", **sizes), tmp_path / "base", "nf4")
-    base = Base.at(tmp_path / "base")
+    base = base_of(tmp_path / "base", 24)
     tiers = {"host": {"capacity": "least"}, "device": {"capacity": "640KiB"}}
     config = at_least(base, config_of(tmp_path, tiers=tiers), simulated=True)
     config["tiers"]["host"]["capacity"] += base.nbytes * 7 // 10

@@ -277,10 +277,12 @@ class WeightSpace:
     ) -> list[Evictable]:
         """Returns blocks that go instead of `chosen` if one of these is of the last uses; see
         eviction.py, Note [Two in turns]. `chosen` if no others make the space."""
+        if self._device.shares_host_memory:
+            return chosen
         order = self._order
         before = map(order.unit_at, range(order.now - 1, order.now - len(order.order), -1))
         last = last_uses(before, self._moves.nbytes, wanted_nbytes)
-        if self._device.shares_host_memory or not any(block.unit in last for block in chosen):
+        if not any(block.unit in last for block in chosen):
             return chosen
         older = [block for block in blocks if block.unit not in last]
         others = choose_neighbours(older, self._pool.holes(), wanted_nbytes)

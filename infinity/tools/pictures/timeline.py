@@ -38,6 +38,7 @@ _KINDS = {
     "exp_avg": "state", "exp_avg_sq": "state", "momentum_buffer": "state", "norms": "gradients",
     "input": "layer inputs", "inputs": "layer inputs", "activations": "layer inputs",
 }  # fmt: skip
+_TITLE_LENGTH = 80  # Characters of a line: a phone shows the words of narrow pictures.
 _BAR_HEIGHT = 0.8
 _LEAST_NAMED_SHARE = 0.06  # Of the width; the name of a shorter interval does not fit.
 
@@ -103,10 +104,6 @@ def legend_of(tracks: Sequence[tuple[str, Sequence[Bars]]]) -> dict[str, str]:
     """Returns the kinds whose colours are on the tracks."""
     shown = {bars.color for _, groups in tracks for bars in groups if bars.bars}
     return {kind: color for kind, color in COLORS.items() if color in shown}
-
-
-# Characters of a line: pictures are narrow, so that a phone shows their words.
-_TITLE_LENGTH = 80
 
 
 def find_pyplot() -> Any:
