@@ -105,8 +105,8 @@ def has_image_records(config: SwapConfig) -> bool:
 
 def planned_batch(config: SwapConfig) -> Batch:
     """Returns the batch of a file, in which each text of a record of "embed" passes by itself."""
-    files = _records_of(config)
-    if config.train is not None and config.train.embed is not None and files:
+    is_divided = config.train is not None and config.train.embed is not None
+    if is_divided and (files := _records_of(config)):
         with suppress(ConfigError):  # `infinity train` raises it.
             values = first_record(files).values()
             return batch_of(config, sum(isinstance(value, str) for value in values))
