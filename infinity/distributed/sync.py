@@ -132,10 +132,10 @@ class RankSync(Service):
         """Returns every rank's content. Frees memory for gradients that are in flight."""
         return self.transport.all_gather(what, content, meanwhile=self._gradients.take_in)
 
-    def all_gather_numbers(self, what: str, number: float) -> list[float]:
-        """Returns every rank's number, in rank order."""
-        remote = self._exchange(what, numpy.float64(number).tobytes())
-        return [float(numpy.frombuffer(content, numpy.float64)[0]) for content in remote]
+    def all_gather_numbers(self, what: str, *numbers: float) -> list[list[float]]:
+        """Returns every rank's numbers, in rank order."""
+        remote = self._exchange(what, numpy.array(numbers, numpy.float64).tobytes())
+        return [numpy.frombuffer(content, numpy.float64).tolist() for content in remote]
 
     @contextmanager
     def collective_section(self, what: str) -> Iterator[CollectiveSection]:
@@ -304,9 +304,9 @@ class OneRank:
     def forget_gathered(self) -> None:
         """Does nothing: there is no other rank."""
 
-    def all_gather_numbers(self, what: str, number: float) -> list[float]:
-        """Returns the number of the only rank."""
-        return [number]
+    def all_gather_numbers(self, what: str, *numbers: float) -> list[list[float]]:
+        """Returns the numbers of the only rank."""
+        return [[*numbers]]
 
     @contextmanager
     def collective_section(self, what: str) -> Iterator[CollectiveSection]:

@@ -371,16 +371,16 @@ class Run:
     def _is_stopped(self, interrupt: Interrupt) -> bool:
         """Whether any rank was asked to end. A signal reaches ranks at different times."""
         if self._job.rank.count > 1:
-            received = self._engine.ranks.all_gather_numbers(
-                "whether to stop", interrupt.received or 0
+            [received] = max(
+                self._engine.ranks.all_gather_numbers("whether to stop", interrupt.received or 0)
             )
-            if interrupt.received is None and max(received):
-                interrupt.received = signal.Signals(int(max(received)))
+            if interrupt.received is None and received:
+                interrupt.received = signal.Signals(int(received))
         return interrupt.received is not None
 
     def _wait_for_all(self, what: str) -> None:
         """Waits for all ranks: they need this rank's shards as long as they read weights."""
-        self._engine.ranks.all_gather_numbers(what, 0)
+        self._engine.ranks.all_gather_numbers(what)
 
     def finish(self, interrupt: Interrupt) -> None:
         """Completes the run after its steps; rank 0 exports."""

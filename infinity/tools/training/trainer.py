@@ -407,7 +407,7 @@ class RunTrainer(OffloadedTrainer):
         unless too many steps in a row were skipped."""
         now = self._now
         now.learning_rate = float(self.offloaded_optimizer.param_groups[0]["lr"])
-        now.loss = self._mean_of_ranks(float(now.total))
+        now.loss, now.num_tokens = self._of_ranks(float(now.total), now.num_tokens)
         step = self.state.global_step + 1
         try:
             if not math.isfinite(now.loss):
@@ -429,13 +429,14 @@ class RunTrainer(OffloadedTrainer):
                 raise
             now.skipped = str(error)
 
-    def _mean_of_ranks(self, loss: float) -> float:
-        """Returns the mean over all ranks, the same on every rank. One loss that is not finite
-        makes it not finite."""
+    def _of_ranks(self, loss: float, num_tokens: int) -> tuple[float, int]:
+        """Returns the mean loss and the tokens of all ranks, the same on every rank. One loss that
+        is not finite makes the mean not finite."""
         if self._rank.count == 1:
-            return loss
-        total = sum(engine_of(self.model).ranks.all_gather_numbers("the loss", loss))
-        return float(torch.tensor(total / self._rank.count, dtype=torch.float32))
+            return loss, num_tokens
+        found = engine_of(self.model).ranks.all_gather_numbers("the loss", loss, num_tokens)
+        total, tokens = (sum(numbers) for numbers in zip(*found, strict=True))
+        return float(torch.tensor(total / self._rank.count, dtype=torch.float32)), int(tokens)
 
     def _nonfinite_loss(self, step: int) -> NonFiniteError:
         self.offloaded_optimizer.zero_grad()
@@ -452,8 +453,8 @@ class RunTrainer(OffloadedTrainer):
             ranks = engine_of(self.model).ranks.all_gather_numbers(
                 "the search for the module", is_spoilt
             )
-            if not is_spoilt and any(ranks):
-                unit = f"a module on rank {ranks.index(1.0)}"
+            if not is_spoilt and [1.0] in ranks:
+                unit = f"a module on rank {ranks.index([1.0])}"
         return NonFiniteError(f"the loss ({value})", step=step, unit=unit)
 
     def _first_nonfinite_module(self) -> str:
@@ -478,7 +479,6 @@ class RunTrainer(OffloadedTrainer):
         self.control.should_evaluate |= is_last and self.args.eval_strategy != "no"
         self._take_evaluation(None)
         now.number, now.epoch = step, self.state.epoch
-        now.num_tokens *= self._rank.count
         now.numbers = self.job_run.end_step(now, is_evaluated=bool(self.control.should_evaluate))
         best = self.state.best_metric
         super()._maybe_log_save_evaluate(*args, **options)
