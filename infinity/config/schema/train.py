@@ -66,12 +66,12 @@ METHODS: dict[Method, MethodFacts] = {
     "classify": MethodFacts("Trainer", "labels", "text and label", "scores sequences"),
     "embed": MethodFacts(
         "SentenceTransformerTrainer", "embed", "anchor and positive", "embeds text",
-        is_of_one_rank=True, num_sequences=2,
+        num_sequences=2,
     ),
     "distill": MethodFacts(key="distill"),
     "grpo": MethodFacts("GRPOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
     "rloo": MethodFacts("RLOOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
-    "diffusion": MethodFacts("Trainer", "diffusion", is_of_one_rank=True),
+    "diffusion": MethodFacts("Trainer", "diffusion"),
 }  # fmt: skip
 
 

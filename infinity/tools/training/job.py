@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -147,10 +147,12 @@ def _prepare(
                 else adapter_nbytes(model, config.adapter.peft_name),
             )
     where = output.path if output is not None else None
-    data = open_data(
-        config, tokenizer, stack, directory=where,
-        vocab_size=plan.vocab_size if tokenizer is not None else 0,
-    )  # fmt: skip
+    # Rank 0 has claimed the output directory, in which latents may lie.
+    with rank.in_turn() if tokenizer is None else nullcontext():
+        data = open_data(
+            config, tokenizer, stack, directory=where,
+            vocab_size=plan.vocab_size if tokenizer is not None else 0,
+        )  # fmt: skip
     if data.processor is not None:
         base = model if config.adapter is None else model.get_base_model()
         if "pixel_values" not in inspect.signature(base.forward).parameters:

@@ -132,15 +132,19 @@ def open_data(
     return JobData(train=train, held_out=held_out or None, files=tuple(files), processor=processor)
 
 
-def check_amount(count: int, batch_size: int, what: str, remedy: str) -> None:
-    """Raises ConfigError where `count` sequences are less than a batch; `what` says of which.
+def check_amount(
+    count: int, batch_size: int, what: str, remedy: str, *, num_ranks: int = 1
+) -> None:
+    """Raises ConfigError where `count` sequences are less than a batch of each of `num_ranks`
+    ranks; `what` says of which.
 
     remedy: what else the user may change, after a semicolon; "" for nothing
     """
-    if count < batch_size:
+    if count < batch_size * num_ranks:
+        on = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
         raise ConfigError(
             f"the data has too little to train on: {what}: {count} are left for "
-            f"train.batch_size={batch_size}. Give more data or a smaller batch{remedy}"
+            f"train.batch_size={batch_size}{on}. Give more data or a smaller batch{remedy}"
         )
 
 

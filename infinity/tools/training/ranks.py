@@ -38,6 +38,19 @@ class JobRank:
         """Whether this is rank 0, which writes and prints for all."""
         return self.rank == 0
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Runs a `with` block on rank 0, then on the first rank of each other node, then on all
+        others. So a later rank finds what an earlier one has written."""
+        topology, turn = self.topology, 0 if self.is_first else 2
+        if topology is not None and turn and topology.node_rank == 0:
+            turn = 1
+        for part in range(3):
+            if part == turn:
+                yield
+            if topology is not None and part < 2:
+                dist.barrier(topology.process_group)
+
 
 @contextmanager
 def job_rank(config: JobConfig) -> Iterator[JobRank]:

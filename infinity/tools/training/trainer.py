@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -250,6 +251,7 @@ class RunTrainer(OffloadedTrainer):
                 f"records packed and cut to data.sequence_length={config.data.sequence_length}",
                 "; or raise data.sequence_length: a record whose answer begins behind it is left "
                 "out",
+                num_ranks=rank.count if self.args.dataloader_drop_last else 1,
             )
         if self.eval_dataset is not None:
             most = config.train.eval_batches * config.train.batch_size
@@ -268,8 +270,9 @@ class RunTrainer(OffloadedTrainer):
         return self._take_gradient_state(super().get_train_dataloader())  # type: ignore[misc]
 
     def get_eval_dataloader(self, *args: Any, **options: Any) -> Any:
-        """Returns TRL's."""
-        loader = super().get_eval_dataloader(*args, **options)  # type: ignore[misc]
+        """Returns TRL's, with a last batch that is not full."""
+        with patch.object(self.args, "dataloader_drop_last", False):
+            loader = super().get_eval_dataloader(*args, **options)  # type: ignore[misc]
         return self._take_gradient_state(loader)
 
     def count_steps(self) -> int:

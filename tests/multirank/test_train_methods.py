@@ -1,0 +1,111 @@
+"""`infinity train` under torchrun by methods whose trainers are not TRL's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infinity.config import JobConfig, SwapConfig
+from infinity.errors import ConfigError
+from infinity.tools.training import program
+from tests.train.jobs import lines_of
+
+from .processes import run_ranks
+
+denoising = pytest.importorskip("tests.train.test_diffusion", reason="pip install diffusers")
+embedding = pytest.importorskip(
+    "tests.train.test_embed", reason="pip install sentence-transformers"
+)
+directories = embedding.directories
+
+
+def _train(rank: int, config: SwapConfig | JobConfig) -> None:
+    program.train(config)
+
+
+@pytest.mark.parametrize(("family", "adapter"), [("flux", True), ("sd3", False)])
+def test_two_ranks_learn_images_as_twice_the_accumulation_would(
+    tmp_path: Path, family: str, adapter: bool
+) -> None:
+    """The latents lie in the output directory, which rank 0 claims before another one writes.
+    Images of the ranks differ in size."""
+    denoising.pipelines.images(tmp_path / "images", denoising.ROWS)
+    denoising.pipelines.pipeline(family, tmp_path / family)
+    weights: list[dict[str, torch.Tensor]] = []
+    for count in (1, 2):
+        job = denoising.job_of(
+            tmp_path / str(count), tmp_path, family, adapter=denoising.ADAPTER if adapter else ""
+        )
+        text = (job / "job.toml").read_text().replace("cache =", 'aspect = "keep"  #')
+        text = text.replace("batch_size = 2", "batch_size = 1")
+        accumulation = "gradient_accumulation_steps ="
+        assert f"{accumulation} 2" in text
+        text = text.replace(f"{accumulation} 2", f"{accumulation} {2 // count}")
+        (job / "job.toml").write_text(text)
+        if count == 1:
+            _train(0, denoising.config_of(job))
+        else:
+            run_ranks(count, _train, denoising.config_of(job))
+        files = sorted((job / "output").glob("*.safetensors"))
+        weights.append({f"{f.name} {n}": of for f in files for n, of in load_file(f).items()})
+    told = [
+        [(line["loss"], line["num_tokens"]) for line in lines_of(tmp_path / name / "output")]
+        for name in "12"
+    ]
+    assert told[0] == told[1] and len({tokens for _, tokens in told[0]}) > 1
+    alone, both = weights
+    assert alone.keys() == both.keys() and alone
+    assert all((alone[n] == both[n]).all() for n in alone)
+
+
+def _embed_in_memory(rank: int, table: Any, rows: list[Any]) -> tuple[list[float], Any]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    model, trainer = embedding.in_memory(table, rows)
+    return [loss for loss, *_ in embedding.steps(trainer)], model.state_dict()
+
+
+@pytest.mark.parametrize("case", [embedding.CASES[number] for number in (0, 4, 5)])
+def test_two_ranks_have_the_bits_of_sentence_transformers_under_ddp(
+    tmp_path: Path, directories: Path, case: Any
+) -> None:
+    """Records that do not fill a batch of both ranks are left out of a step by both, and held-out
+    ones by none."""
+    name, targets, loss, options, records = case
+    table = embedding.job(tmp_path, directories / name, records, loss)
+    table["train"] |= {"gradient_accumulation_steps": 1, "eval_every": 2}
+    table["train"]["embed"]["options"] = options
+    table["data"]["held_out"] = 0.1
+    table["optimizer"] = {"lr": 1e-2, "max_grad_norm": 0}
+    table["adapter"]["targets"] = targets
+    if not targets:
+        del table["adapter"]
+    seed, shuffle = table["data"].get("seed", 0), table["data"].get("shuffle", True)
+    learned, _ = embedding.split_rows(30, held_out=0.1, seed=seed, shuffle=shuffle)
+    rows = [records[number] for number in learned]
+    (losses, weights), _ = run_ranks(2, _embed_in_memory, table, rows)
+    run_ranks(2, _train, SwapConfig.load(table))
+    lines = lines_of(Path(table["output"]["directory"]))
+    assert [line["loss"] for line in lines] == losses and len(losses) == 4
+    assert lines[1]["held_out_loss"] and lines[3]["held_out_loss"]
+    found = embedding.st.SentenceTransformer(
+        table["output"]["directory"], device="cpu"
+    ).state_dict()
+    assert found.keys() == weights.keys() and all((found[n] == weights[n]).all() for n in found)
+
+
+def _refused(rank: int, config: SwapConfig) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        program.train(config)
+    return str(refusal.value)
+
+
+def test_records_that_give_a_rank_no_batch_are_refused(tmp_path: Path, directories: Path) -> None:
+    table = embedding.job(tmp_path, directories / "bert", embedding.PAIRS[:7])
+    del table["adapter"]
+    refusals = run_ranks(2, _refused, SwapConfig.load(table))
+    assert all("7 are left for train.batch_size=4 on each of 2 ranks" in text for text in refusals)
