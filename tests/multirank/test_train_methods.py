@@ -1,4 +1,4 @@
-"""`infinity train` under torchrun by methods whose trainers are not TRL's."""
+"""`infinity train` under torchrun by each method that has a trainer of its own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import infinity
 from infinity.config import JobConfig, SwapConfig
 from infinity.errors import ConfigError
+from infinity.testing import SimulatedDevice
 from infinity.tools.training import program
+from tests.train import test_grpo as rewarded
 from tests.train.jobs import lines_of
 
 from .processes import run_ranks
@@ -21,11 +24,16 @@ denoising = pytest.importorskip("tests.train.test_diffusion", reason="pip instal
 embedding = pytest.importorskip(
     "tests.train.test_embed", reason="pip install sentence-transformers"
 )
-directories = embedding.directories
+base, directories = rewarded.base, embedding.directories
 
 
-def _train(rank: int, config: SwapConfig | JobConfig) -> None:
-    program.train(config)
+def _train(rank: int, config: SwapConfig | JobConfig, resume: bool = False) -> None:
+    program.train(config, resume=resume)
+
+
+def _seem_launched(rank: int) -> None:
+    """Gives a program that does not use infinity the variables of torchrun."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
 
 
 @pytest.mark.parametrize(("family", "adapter"), [("flux", True), ("sd3", False)])
@@ -64,7 +72,7 @@ def test_two_ranks_learn_images_as_twice_the_accumulation_would(
 
 
 def _embed_in_memory(rank: int, table: Any, rows: list[Any]) -> tuple[list[float], Any]:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    _seem_launched(rank)
     model, trainer = embedding.in_memory(table, rows)
     return [loss for loss, *_ in embedding.steps(trainer)], model.state_dict()
 
@@ -109,3 +117,73 @@ def test_records_that_give_a_rank_no_batch_are_refused(tmp_path: Path, directori
     del table["adapter"]
     refusals = run_ranks(2, _refused, SwapConfig.load(table))
     assert all("7 are left for train.batch_size=4 on each of 2 ranks" in text for text in refusals)
+
+
+def _rewarded_in_memory(rank: int, base: Path, method: str, beta: float, directory: Path) -> Any:
+    _seem_launched(rank)
+    rows = rewarded.rows_of(is_chat=False)
+    return rewarded.plain(
+        base, method, rows, rewarded.num_ones, lora=True, beta=beta, directory=directory, rank=rank
+    )
+
+
+@pytest.mark.parametrize(("method", "beta"), [("grpo", 0.1), ("rloo", 0.0)])
+def test_two_ranks_have_the_bits_of_trl_under_ddp(
+    tmp_path: Path, base: Path, method: str, beta: float
+) -> None:
+    rows, _ = run_ranks(2, _rewarded_in_memory, base, method, beta, tmp_path / "plain")
+    job = rewarded.job_of(tmp_path, base, method=method, beta=beta)
+    run_ranks(2, _train, SwapConfig.load(job))
+    lines = lines_of(tmp_path / "output")
+    for line, row in zip(lines, rows, strict=True):
+        for name in ("loss", "reward", "entropy", *(["kl"] if beta else [])):
+            assert line[name] == row[name], (name, line, row)
+    assert sum(line["num_tokens"] for line in lines) == rows[-1]["num_tokens"]
+
+
+def _train_beside_a_device(rank: int, config: SwapConfig) -> None:
+    offload: Any = infinity.offload
+
+    def on_device(*args: Any, **options: Any) -> None:
+        offload(*args, device=SimulatedDevice(rank), **options)
+
+    infinity.offload = on_device  # type: ignore[assignment]
+    program.train(config)
+
+
+def test_ranks_generate_answers_of_several_lengths_in_either_exchange(
+    tmp_path: Path, base: Path
+) -> None:
+    """A rank that has generated waits for the other one, which still gathers weights."""
+    told = []
+    for exchange, work in (("one_sided", _train), ("collective", _train_beside_a_device)):
+        job = rewarded.job_of(
+            tmp_path / exchange, base, max_completion_length=40, num_generations=4,
+            rest=f'[distributed]\nexchange = "{exchange}"',
+        )  # fmt: skip
+        run_ranks(2, work, SwapConfig.load(job))
+        names = ("loss", "reward", "num_tokens", "completions/mean_length")
+        told.append([[line[n] for n in names] for line in lines_of(job.parent / "output")])
+    assert told[0] == told[1] and len({length for *_, length in told[0]}) > 1
+
+
+def test_a_server_samples_for_two_ranks_and_dies(tmp_path: Path, base: Path) -> None:
+    """The adapter is handed over once. The run that goes on has the lines of one that was not
+    interrupted."""
+    lines, rest = [], "[checkpoint]\nevery = 2"
+    for name, deaths in (("whole", [None]), ("again", [9, None])):
+        for death in deaths:
+            faults = {} if death is None else {"dies_after": death}
+            with rewarded.server_of(base, **faults).running() as url:
+                job = rewarded.job_of(tmp_path / name, base, rest=rest, sampler=url)
+                if death is None:
+                    run_ranks(2, _train, SwapConfig.load(job), name == "again")
+                    continue
+                with pytest.raises(AssertionError, match="does not answer: "):
+                    run_ranks(2, _train, SwapConfig.load(job))
+        assert [*(tmp_path / name / "output" / "sampler").iterdir()] == []
+        lines.append(lines_of(tmp_path / name / "output"))
+    for whole, again in zip(*lines, strict=True):
+        for key in ("loss", "reward", "entropy", rewarded.DIFFERENCE + "max"):
+            assert whole[key] == again[key], key
+        assert whole[rewarded.DIFFERENCE + "max"] < 1e-5

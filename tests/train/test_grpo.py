@@ -116,7 +116,15 @@ def train(job: Path, **options: Any) -> list[dict[str, Any]]:
 
 
 def plain(
-    base: Path, method: str, rows: Any, reward: Any, *, lora: bool, beta: float, directory: Path
+    base: Path,
+    method: str,
+    rows: Any,
+    reward: Any,
+    *,
+    lora: bool,
+    beta: float,
+    directory: Path,
+    rank: int = 0,
 ) -> list[Any]:
     """What plain TRL logs."""
     torch.set_num_threads(1)
@@ -137,7 +145,7 @@ def plain(
         model=model, args=args, reward_funcs=reward, train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(rank)
     trainer.train()
     return [row for row in trainer.state.log_history if "loss" in row]
 

@@ -51,7 +51,6 @@ class MethodFacts(NamedTuple):
     records: str = ""  # In words, where it learns no text files.
     purpose: Purpose = "generates text"  # Of the model.
     has_reference: bool = False  # The loss may compare with the model before training.
-    is_of_one_rank: bool = False
     num_sequences: int = 1  # Of a record.
 
 
@@ -69,8 +68,8 @@ METHODS: dict[Method, MethodFacts] = {
         num_sequences=2,
     ),
     "distill": MethodFacts(key="distill"),
-    "grpo": MethodFacts("GRPOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
-    "rloo": MethodFacts("RLOOTrainer", "grpo", "a prompt", has_reference=True, is_of_one_rank=True),
+    "grpo": MethodFacts("GRPOTrainer", "grpo", "a prompt", has_reference=True),
+    "rloo": MethodFacts("RLOOTrainer", "grpo", "a prompt", has_reference=True),
     "diffusion": MethodFacts("Trainer", "diffusion"),
 }  # fmt: skip
 

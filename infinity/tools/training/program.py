@@ -565,11 +565,6 @@ def opened(
                 "several adapters ([[adapter]]) train on one rank; start `infinity train` without "
                 "torchrun, or train one adapter over ranks"
             )
-        if configs[0].train.facts.is_of_one_rank and rank.count > 1:
-            raise UnsupportedError(
-                f'train.method = "{configs[0].train.method}" trains on one rank; start `infinity '
-                "train` without torchrun, or a loop in a program of your own with it"
-            )
         if not rank.is_first:
             console, trace = Console(quiet=True), None
         for text in lines_of(settled):  # Before data is counted by a tokenizer that is not meant.
