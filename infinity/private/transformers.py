@@ -10,7 +10,10 @@ from infinity.private import PrivatePart, find
 _CONVERSIONS = "names and layouts of a checkpoint cannot be converted"
 
 PARTS = {
+    "Concatenate": PrivatePart("transformers.core_model_loading:Concatenate", _CONVERSIONS),
+    "MergeModulelist": PrivatePart("transformers.core_model_loading:MergeModulelist", _CONVERSIONS),
     "PrefixChange": PrivatePart("transformers.core_model_loading:PrefixChange", _CONVERSIONS),
+    "Transpose": PrivatePart("transformers.core_model_loading:Transpose", _CONVERSIONS),
     "WeightConverter": PrivatePart("transformers.core_model_loading:WeightConverter", _CONVERSIONS),
     "WeightRenaming": PrivatePart("transformers.core_model_loading:WeightRenaming", _CONVERSIONS),
     "dot_natural_key": PrivatePart("transformers.core_model_loading:dot_natural_key", _CONVERSIONS),

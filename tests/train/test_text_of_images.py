@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from infinity.checkpoint.huggingface.import_weights import weight_source
 from infinity.modules.reading.configuration import towers
 from infinity.tools.cli import app
 from infinity.tools.convert.rewrite import write_directory
@@ -144,10 +145,27 @@ def test_an_adapter_of_the_text_model_is_one_of_the_class(model_type: str, tmp_p
     } == names
 
 
-def test_packed_experts_have_their_merge_and_export_in_both_layouts(tmp_path: Path) -> None:
+def apart(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With a matrix for each expert, as llm-compressor and AutoAWQ write what they quantise."""
+    found = dict(stored)
+    for name in [name for name in stored if name.endswith(".experts.down_proj")]:
+        stem, down = name.removesuffix("down_proj"), found.pop(name)
+        both = found.pop(f"{stem}gate_up_proj")
+        if both.shape[1] != 2 * down.shape[2]:  # Llama 4 computes with the transpose.
+            both, down = both.mT, down.mT
+        for number, (one, other) in enumerate(zip(both, down, strict=True)):
+            parts = zip(("gate", "up", "down"), (*one.chunk(2), other), strict=True)
+            found |= {f"{stem}{number}.{k}_proj.weight": part.contiguous() for k, part in parts}
+    return found
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama4"])
+def test_packed_experts_have_their_merge_and_export_in_each_layout(
+    model_type: str, tmp_path: Path
+) -> None:
     """Qwen3-VL-MoE is published with transposed experts; transformers 5 saves them as they are."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
-    kind = type(saved("qwen3_vl_moe", base))
+    kind = type(saved(model_type, base))
     experts = ["experts.gate_up_proj", "experts.down_proj"]
     torch.manual_seed(1)
     model = get_peft_model(
@@ -156,19 +174,23 @@ def test_packed_experts_have_their_merge_and_export_in_both_layouts(tmp_path: Pa
     )
     model.save_pretrained(adapter)
     expected = model.merge_and_unload().state_dict()
-    for layout in ("saved", "published"):
-        if layout == "published":
-            stored = load_file(base / "model.safetensors")
-            turned = {n: t.mT.contiguous() for n, t in stored.items() if n.endswith(".down_proj")}
-            assert turned
-            save_file(stored | turned, base / "model.safetensors", metadata={"format": "pt"})
-        write_directory(plan_merge(base, adapter), tmp_path / layout)
+    stored = load_file(base / "model.safetensors")
+    turned = {n: t.mT.contiguous() for n, t in stored.items() if n.endswith("experts.down_proj")}
+    layouts = {"saved": stored, "published": stored | turned, "apart": apart(stored)}
+    if model_type == "llama4":
+        del layouts["published"]
+    for layout, tensors in layouts.items():
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+        write_directory(plan_merge(base, adapter, any_base=True), tmp_path / layout)
         got = kind.from_pretrained(tmp_path / layout).state_dict()
         assert all(torch.equal(value, got[name]) for name, value in expected.items())
-        _, adapted, changes = read_changes(base, adapter, any_base=False, is_merged=False)
-        plan_export(adapter, adapted, changes, "vllm")(tmp_path / layout)
-        served = load_file(tmp_path / layout / "adapter_model.safetensors")
-        assert len(served) == 2 * 2 * TEXT["num_hidden_layers"]
+        plan = weight_source(base).plan(kind.from_pretrained(tmp_path / layout))
+        assert {n for n in plan.view.targets if ".experts." in n} <= {*plan.stored()}, "in place"
+        if model_type == "qwen3_vl_moe" and layout != "apart":
+            _, adapted, changes, _ = read_changes(base, adapter, any_base=False, is_merged=False)
+            plan_export(adapter, adapted, changes, "vllm")(tmp_path / layout)
+            served = load_file(tmp_path / layout / "adapter_model.safetensors")
+            assert len(served) == 2 * 2 * TEXT["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(

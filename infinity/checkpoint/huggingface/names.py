@@ -37,7 +37,7 @@ class TensorGroup:
 
     `sources` are (pattern, name) in the order that the operations expect. `transform` is an object
     of transformers, or None if the group copies one source to one target. `targets`: the shapes of
-    what it makes, by name, once it is planned.
+    what it makes, by name, once it is planned. `is_foreign`: an export has other names for it.
     """
 
     first_target: str
@@ -45,6 +45,7 @@ class TensorGroup:
     transform: Any = None
     rename: Callable[[str], str] | None = None
     targets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    is_foreign: bool = False
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -67,7 +68,7 @@ class TensorGroup:
 
 
 def import_groups(
-    model: Any, source_names: Iterable[str], targets: dict[str, Any]
+    model: Any, source_names: Sequence[str], targets: dict[str, Any]
 ) -> tuple[list[TensorGroup], list[str]]:
     """Returns (groups that make tensors of `model` from those of a file, unused source names).
 
@@ -94,15 +95,10 @@ def import_groups(
     )
 
     mapping = get_model_conversion_mapping(model)
+    others = _of_other_writers(model, source_names, targets, mapping)
+    mapping = [*(made for made, _ in others), *mapping]
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    written_as: dict[int, Any] = {}
-    if any(".switch_mlp." in name for name in source_names):
-        of_mlx = _stacked_by_mlx(converters)
-        written_as = {id(made): entry for made, entry in of_mlx}
-        mapping = [*(made for made, _ in of_mlx), *mapping]
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     converter_of = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
@@ -120,31 +116,66 @@ def import_groups(
         else:
             entry = collected.setdefault(target, (converter_of[pattern], []))
             entry[1].append((pattern, name))
-    used = (entry for entry in mapping if entry.was_used())
-    model._weight_conversions = [written_as.get(id(entry), entry) for entry in used]
+    written_as = {id(made): entry for made, entry in others}
+    used = (written_as.get(id(entry), entry) for entry in mapping if entry.was_used())
+    model._weight_conversions = [entry for entry in used if entry is not None]
     return [
-        TensorGroup(first_target=target, sources=tuple(sources), transform=transform)
+        TensorGroup(
+            first_target=target,
+            sources=tuple(sources),
+            transform=transform,
+            is_foreign=id(transform) in written_as or _STACKED in sources[0][1],
+        )
         for target, (transform, sources) in collected.items()
     ], unused
 
 
-def _stacked_by_mlx(converters: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Returns the conversions that stack experts for mlx-lm's names of experts that are stacked
-    already, the same without their first operation, each with the one that it is made of."""
-    from infinity.private.transformers import WeightConverter, WeightRenaming
+_STACKED = ".switch_mlp."  # By mlx-lm.
+
+
+def _of_other_writers(
+    model: Any, names: Sequence[str], targets: Mapping[str, Any], mapping: Sequence[Any]
+) -> list[tuple[Any, Any]]:
+    """Returns conversions of experts in a layout that transformers does not know of the class, each
+    with the one by which an export writes them, None for none: those that mlx-lm has stacked, and
+    those of llm-compressor and AutoAWQ, which are apart where the class alone has them packed."""
+    from infinity.private.transformers import (
+        Concatenate,
+        MergeModulelist,
+        Transpose,
+        WeightConverter,
+        WeightRenaming,
+    )
 
     found: list[tuple[Any, Any]] = []
-    for entry in converters:
-        sources = [re.sub(r"experts\.\*\.", "switch_mlp.", p) for p in entry.source_patterns]
-        if sources == entry.source_patterns or type(entry.operations[0]).__name__ != _STACKING:
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    for entry in converters if any(_STACKED in name for name in names) else ():
+        sources = [p.replace(".experts.*.", _STACKED) for p in entry.source_patterns]
+        if sources == entry.source_patterns or type(entry.operations[0]) is not MergeModulelist:
             continue
         left = entry.operations[1:]
         made = WeightConverter(sources, entry.target_patterns, left) if left else None
         found.append((made or WeightRenaming(sources[0], entry.target_patterns[0]), entry))
+    packed = next((name for name in targets if name.endswith(".experts.gate_up_proj")), None)
+    is_known = any("experts.*." in p for entry in converters for p in entry.source_patterns)
+    is_apart = any(re.search(r"\.experts\.\d+\.down_proj\.weight$", name) for name in names)
+    if packed is None or is_known or not is_apart or not _has_halves(model):
+        return found
+    inner = targets[packed.replace("gate_up_proj", "down_proj")].shape[2]
+    turned = [] if targets[packed].shape[1] == 2 * inner else [Transpose(1, 2)]
+    for own, parts, joins in (
+        ("gate_up_proj", ("gate_proj", "up_proj"), [Concatenate(1)]),
+        ("down_proj", ("down_proj",), []),
+    ):
+        patterns = [rf"\.experts.*.{part}.weight" for part in parts]
+        steps = [MergeModulelist(0), *joins, *turned]
+        found.append((WeightConverter(patterns, f".experts.{own}", steps), None))
     return found
 
 
-_STACKING = "MergeModulelist"
+def _has_halves(model: nn.Module) -> bool:
+    """Whether gates come before the others in packed experts, not each beside its own."""
+    return all(getattr(module, "is_concatenated", True) for module in model.modules())
 
 
 def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:

@@ -156,7 +156,7 @@ def write_passport(
     check_target(out, 2 * (adapter / WEIGHTS_NAME).stat().st_size)
     run = config_of_run(adapter)
     tiers = SwapConfig.load(config) if config is not None else run
-    source, adapted, changes = read_changes(base, adapter, any_base=any_base, is_merged=False)
+    source, adapted, changes, _ = read_changes(base, adapter, any_base=any_base, is_merged=False)
     write = plan_export(adapter, adapted, changes, server)
     said: dict[str, Any] = {"directory": str(out), "for": "PEFT"}
     if server != "peft":

@@ -9,7 +9,7 @@ once; the product of one expert is the same sum of `rank` terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,13 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
-from infinity.checkpoint.huggingface.names import PlacedSource, SourcePlaces
+from infinity.checkpoint.huggingface.names import (
+    PlacedSource,
+    SourcePlaces,
+    TensorGroup,
+    export_groups,
+    planned_targets,
+)
 from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.codecs import Plain
@@ -31,6 +37,7 @@ from infinity.tools.convert.quantize import plain, without_quantisation
 from infinity.tools.convert.rewrite import (
     DirectoryPlan,
     PlannedTensor,
+    Values,
     as_numbers,
     as_stored,
     unchanged,
@@ -65,7 +72,9 @@ def plan_merge(
     Raises ConfigError for an adapter of another base; UnsupportedError for layers that PEFT merges
     in memory only, and for a change of one of two tied weights.
     """
-    source, _, changes = read_changes(base, adapter, any_base=any_base, is_merged=True)
+    source, adapted, changes, groups = read_changes(
+        base, adapter, any_base=any_base, is_merged=True
+    )
     config = read_config(base)
     plan = DirectoryPlan.of(source, config if to == "keep" else without_quantisation(config))
     plan.others = tuple(adapter.glob(_TEMPLATE))  # The one that it was trained with.
@@ -74,21 +83,30 @@ def plan_merge(
     }
     for name, replace in changes_of(adapter, source):
         of_tensor.setdefault(name, []).append(replace)
-    for name in source.names():
-        shard = source.file_of(name).name
+
+    def outcome(name: str) -> PlannedTensor:
         is_wide = any(change.is_wide for change in changes.get(name, []))
-        outcome = _outcome(source, name, of_tensor.get(name, []), to, is_wide=is_wide)
-        is_of_mlx = to == "bf16" and _STACKED in name
-        plan.add(shard, name, _one_by_one(name, outcome) if is_of_mlx else outcome)
+        return _outcome(source, name, of_tensor.get(name, []), to, is_wide=is_wide)
+
+    others = [group for group in groups if group.is_foreign and to == "bf16"]
+    foreign = {name: group for group in others for name in group.source_names}
+    for name in source.names():
+        shard, group = source.file_of(name).name, foreign.get(name)
+        if group is None:
+            plan.add(shard, name, outcome(name))
+        elif name == group.source_names[0]:
+            parts = {part: outcome(part) for part in group.source_names}
+            plan.add(shard, name, _as_exported(group, parts, adapted.get_base_model()))
     return plan
 
 
 def read_changes(
     base: Path, adapter: Path, *, any_base: bool, is_merged: bool
-) -> tuple[WeightSource, Any, dict[str, list[Change]]]:
-    """Returns the weights of a base, the model on meta with a saved adapter on it, and what the
-    adapter changes in each tensor of the checkpoint, by the tensor's name. Raises as `plan_merge`,
-    for a change of one of two tied weights only where it `is_merged` into the base.
+) -> tuple[WeightSource, Any, dict[str, list[Change]], list[TensorGroup]]:
+    """Returns the weights of a base, the model on meta with a saved adapter on it, what the adapter
+    changes in each tensor of the checkpoint, by the tensor's name, and the groups of the import.
+    Raises as `plan_merge`, for a change of one of two tied weights only where it `is_merged` into
+    the base.
     """
     source = weight_source(base)
     config = config_of_directory(base)
@@ -112,7 +130,7 @@ def read_changes(
     for name, parts in changes.items() if is_merged else ():
         for change in parts:
             _refuse_variant(name, change)
-    return source, adapted, changes
+    return source, adapted, changes, planned.groups
 
 
 def _outcome(
@@ -143,15 +161,23 @@ def _outcome(
     return as_numbers(name, encoded.shape, dtype, merged)
 
 
-def _one_by_one(name: str, stacked: PlannedTensor) -> PlannedTensor:
-    """Returns the experts that mlx-lm has in one tensor as transformers reads them."""
-    (info,) = stacked.infos
-    names = [name.replace(_STACKED, f".experts.{number}.") for number in range(info.shape[0])]
-    infos = [TensorInfo(name=one, dtype=info.dtype, shape=info.shape[1:]) for one in names]
-    return PlannedTensor((*infos,), lambda: dict(zip(names, stacked.make()[name], strict=True)))
+def _as_exported(
+    group: TensorGroup, parts: Mapping[str, PlannedTensor], model: Any
+) -> PlannedTensor:
+    """Returns experts in the layout of another writer under the names that transformers reads."""
+    dtype = parts[group.source_names[0]].infos[0].dtype
+    facts = {target: (shape, dtype) for target, shape in group.targets.items()}
+    (exported,) = export_groups(model, facts)
+    infos = [
+        TensorInfo(name=name, dtype=dtype, shape=shape)
+        for name, (shape, _) in planned_targets(exported, facts, model).items()
+    ]
 
+    def make() -> Values:
+        made = group.convert(lambda name: parts[name].make()[name], model)
+        return exported.convert(made.__getitem__, model)
 
-_STACKED = ".switch_mlp."
+    return PlannedTensor((*infos,), make)
 
 
 # -- What an adapter changes -----------------------------------------------------------------------
