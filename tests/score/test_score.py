@@ -140,8 +140,9 @@ def killed_in_second_sweep() -> Any:
     return note
 
 
+@pytest.mark.parametrize("damage", ["\0\0", "[]", '{"sum_logprob": "x"}'])
 def test_a_killed_run_goes_on_without_losing_or_doubling_a_row(
-    request_of: Request, tmp_path: Path
+    request_of: Request, tmp_path: Path, damage: str
 ) -> None:
     whole = replace(request_of, output=tmp_path / "whole.jsonl")
     total = program.run(whole)
@@ -151,7 +152,7 @@ def test_a_killed_run_goes_on_without_losing_or_doubling_a_row(
     assert not request_of.output.exists()
     num_rows = len(rows_of(written))
     with written.open("a") as file:
-        file.write('\0\0\n{"record": 3, "tok')
+        file.write(damage + '\n{"record": 3, "tok')
     assert request_of.config
     tiers, config = request_of.config.read_text(), tmp_path / "tiles.toml"
     config.write_text(f'{tiers}[schedule]\ntile = "64KiB"\n')  # Cuts the embedding.
@@ -339,6 +340,10 @@ def test_rows_of_another_run_are_left_alone(request_of: Request, tmp_path: Path)
     note.write_text(told.replace('"config.json"', '"config"'))
     with pytest.raises(ConfigError, match=r"another release, which did not note config\.json"):
         program.run(request_of)
+    for damaged in ("", "[]", told[:50], "[" * 10**5):
+        note.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"made-of\.json cannot be read: .* remove it"):
+            program.run(request_of)
     note.write_text(told)
     assert request_of.output.read_text() == rows
     other = tmp_path / "other.jsonl"

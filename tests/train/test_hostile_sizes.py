@@ -52,6 +52,7 @@ def refused(table: dict[str, Any], match: str) -> None:
         ("n_embd", 2**31), ("n_embd", 2**50), ("n_layer", 2**31), ("n_head", -1), ("n_embd", "x"),
         *((f"{name}_token_id", 2**31) for name in ("bos", "eos", "pad")),
         ("eos_token_id", [0, 2**40]), ("eos_token_id", "</s>"), ("pad_token_id", 1.5),
+        ("dtype", []),
     ],
 )  # fmt: skip
 def test_an_impossible_number_in_config_json_is_refused_by_name(tmp_path, table, key, value):

@@ -438,10 +438,12 @@ _SIDES = ("vocab_size", "hidden_size", "d_model", "n_embd")
 
 
 def check_numbers(table: dict[str, Any], where: str) -> None:
-    """Raises ConfigError that names the key of an impossible count, size or token id. `where` is
-    put before the key."""
+    """Raises ConfigError that names the key of an impossible count, size, dtype or token id.
+    `where` is put before the key."""
     for key, value in _leaves(table, ""):
         name = key.rpartition(".")[2]
+        if name == "dtype" and isinstance(value, list):
+            raise _impossible(f"{where}{key}", "the name of a dtype", value)
         if name.endswith("_token_id"):
             _check_ids(value, f"{where}{key}")
             continue

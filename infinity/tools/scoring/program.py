@@ -23,12 +23,13 @@ import torch
 from safetensors.torch import save_file
 
 from infinity.api import close
+from infinity.bounded import MalformedError, parse_json, read_json, table_of
 from infinity.checkpoint import weight_source
 from infinity.checkpoint.durable import replace_file, sync_directory, sync_file
 from infinity.config import SwapConfig
 from infinity.config.hub import in_hub_cache
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError, reporting
+from infinity.errors import ConfigError, refusing, reporting
 from infinity.modules.reading.configuration import config_of_directory, end_of_head, names_scorer
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of
@@ -144,7 +145,9 @@ class ScoreRows:
                 f"{there} exists, and not from `infinity score`, which leaves {self._note.name} "
                 "beside it; move it away"
             )
-        before = json.loads(self._note.read_text())
+        remedy = "; give another --output, or remove it and the rows beside it"
+        with refusing(f"{self._note} cannot be read", MalformedError, OSError, remedy=remedy):
+            before = table_of(read_json(self._note), "it")
         differing = [k for k, value in self._made_of.items() if before.get(k) != value]
         if unknown := [key for key in differing if key not in before]:
             raise ConfigError(
@@ -166,9 +169,10 @@ class ScoreRows:
         ends = [0]
         with self._rows.open("rb+") as file:
             # A crash may leave any bytes behind the rows that were synced.
-            with suppress(ValueError):
+            with suppress(ValueError, TypeError):
                 for line in file:
-                    self.sums.append(_sum_of(json.loads(line[: line.index(b"\n")])))
+                    row = table_of(parse_json(line[: line.index(b"\n")]), "it")
+                    self.sums.append(_sum_of(row))
                     ends.append(ends[-1] + len(line))
             if self._made_of["routing"]:
                 del self.sums[census.num_counted(self._target, len(self.sums)) :]
@@ -211,7 +215,7 @@ class ScoreRows:
 
 def _sum_of(row: dict[str, Any]) -> tuple[float, int]:
     found = row.get("sum_logprob", 0.0)
-    return math.nan if found is None else found, row.get("num_scored", 0)
+    return math.nan if found is None else float(found), int(row.get("num_scored", 0))
 
 
 def _perplexity(mean: float) -> float:
