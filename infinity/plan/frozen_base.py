@@ -180,7 +180,7 @@ def stored_nbytes(format_name: str, rows: int, columns: int) -> int:
     if found := _INTEGERS.fullmatch(format_name):
         writer, bits, group = found[1].rstrip("-").upper(), int(found[2]), int(found[3])
         size = columns if group == -1 else group
-        has_order = found[5] is not None
+        has_order = found[5] is not None and size < columns  # One group has no order.
         codec = AffineGroups(size, bits=bits, has_zeros=bool(found[4]), has_order=has_order)
         if writer == "MLX":
             codec = AffineGroups(size, bits=bits, layout=writer)

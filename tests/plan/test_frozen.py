@@ -73,6 +73,9 @@ def step_of(
         ("fp8-128x128", 576, 7168, 576 * 7168 + 5 * 56 * 4),
         ("int4-g32", 2048, 7168, 2048 * (7168 // 2 + 2 * 7168 // 32)),
         ("mxfp4", 5760, 2880, 5760 * (2880 // 2 + 2880 // 32)),
+        # Codes, scales and zeros in half, and the group of each column, if there are several.
+        ("gptq-int4-g128-order", 64, 256, 64 * (256 // 2 + 2 * 2) + 2 * 64 // 2 + 4 * 256),
+        ("gptq-int4-g-1-order", 64, 256, 64 * (256 // 2 + 2) + 64 // 2),
         # Behind codes, scales and scales of scales: two tables, of 16 and of 256 values.
         ("nf4", 1024, 1024, 2**19 + 2**14 + 4 * 2**6 + 4 * (16 + 256)),
     ],
