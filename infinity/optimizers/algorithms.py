@@ -69,8 +69,7 @@ class Adam(AdamW):
         decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        if decoupled_weight_decay:
-            raise ConfigError("expected decoupled_weight_decay=False; that rule is infinity.AdamW")
+        refuse_options(self, {"decoupled_weight_decay": decoupled_weight_decay})
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
 

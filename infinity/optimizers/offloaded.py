@@ -421,6 +421,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"expected groups of {[len(group['params']) for group in self.param_groups]} "
                 f"parameters, got {sizes}"
             )
+        self._check_settings(saved)
         steps = {index: int(entry["step"]) for index, entry in state_dict["state"].items()}
         if steps != {index: entry["step"] for index, entry in own["state"].items()}:
             raise UnsupportedError(
@@ -448,7 +449,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return state
 
     def check_named_state(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError if `state` belongs to another rule or to other groups."""
+        """Raises ConfigError if `state` belongs to another rule or to other groups,
+        UnsupportedError if it has options of torch that the rule lacks."""
         name = state.get("name", "adamw")
         if name != self.name:
             raise ConfigError(
@@ -463,6 +465,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"parameters, got {[len(names) for names in own]}, or the same numbers of "
                 "other parameters: build it as it was built for the run that was saved"
             )
+        self._check_settings(state["groups"])
 
     def restore_named_state(self, state: dict[str, Any]) -> None:
         """Loads the result of `named_state`; moments and gradients on the tiers must be of the same
@@ -480,6 +483,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         clipped, stamps = {name_of_tiled(name) for name in state.get("clipped", ())}, self._stamps()
         params = (p for p in self._params.values() if name_of_tiled(p.name) in clipped)
         self._clipped = {p.spec: stamps[p.spec][0] for p in params if p.spec in stamps}
+
+    def _check_settings(self, groups: list[dict[str, Any]]) -> None:
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            refuse_options(self, saved)
+            self.check_group({**group, **saved})
 
     def _take_settings(self, groups: list[dict[str, Any]]) -> None:
         for group, saved in zip(self.param_groups, groups, strict=True):
@@ -531,6 +539,12 @@ def refuse_options(optimizer: OffloadedOptimizer, options: Mapping[str, Any]) ->
         if options.get(key):
             word = type(optimizer).__name__
             raise UnsupportedError(f"infinity.{word} has no {key!r}; leave it out")
+    is_decoupled = optimizer.name == "adamw"  # torch's Adam has both rules.
+    if options.get("decoupled_weight_decay", is_decoupled) != is_decoupled:
+        rule = "Adam" if is_decoupled else "AdamW"
+        raise ConfigError(
+            f"expected decoupled_weight_decay={is_decoupled}; the other rule is infinity.{rule}"
+        )
 
 
 def _check_number(name: str, value: Any, *, below: float | None = None) -> None:

@@ -28,7 +28,7 @@ from infinity.checkpoint import (
 )
 from infinity.checkpoint.dcp import export_state
 from infinity.checkpoint.reader import CheckpointSource
-from infinity.errors import ConfigError, CorruptionError, StorageError
+from infinity.errors import ConfigError, CorruptionError, StorageError, UnsupportedError
 from tests.checkpoint.harness import Net, content, durable, run
 from tests.support.bits import assert_same
 from tests.support.exhaustive import sampled
@@ -389,14 +389,35 @@ def test_other_groups_are_refused(tmp_path: Path) -> None:
             import_dcp(tmp_path / "out", mine.model, infinity.AdamW(mine.model))
 
 
-def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+def _in_halves(parameters: Any) -> torch.optim.Optimizer:
+    first, *rest = parameters
+    return torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": rest}])
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), "another optimizer"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "no 'amsgrad'"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), "no 'maximize'"),
+        (torch.optim.Adam, "the other rule is infinity.Adam"),
+        (_in_halves, "other groups"),
+        (lambda p: torch.optim.AdamW([*p][1:]), "other groups"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(
+    make: Any, said: str, is_flat: bool, tmp_path: Path
+) -> None:
     plain = Mlp(width=32, layers=2)
-    theirs = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
+    theirs = make(plain.parameters())
     step_of_plain(plain, theirs, 0)
-    state = {"model": plain.state_dict(), "optim": get_optimizer_state_dict(plain, theirs)}
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    optim = get_optimizer_state_dict(plain, theirs, options=options)
+    state = {"model": plain.state_dict(), "optim": optim}
     dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
     model = infinity.offload(Mlp(width=32, layers=2), swap(tmp_path))
-    with pytest.raises(ConfigError, match="another optimizer"):
+    with pytest.raises((ConfigError, UnsupportedError), match=said):
         import_dcp(tmp_path / "plain", model, infinity.AdamW(model))
     infinity.engine_of(model).close()
 

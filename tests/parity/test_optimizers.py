@@ -337,6 +337,13 @@ def test_a_step_that_is_not_finite_is_refused_or_skipped(rule: Rule, swap_direct
         assert not optimizer.step_was_skipped and differences(before, weights_of(model))
 
 
+def _loaded(optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    """A state dict of torch's, which has these options."""
+    state = optimizer.state_dict()
+    state["param_groups"][0] |= options
+    optimizer.load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("make_one", "said"),
     [
@@ -351,6 +358,9 @@ def test_a_step_that_is_not_finite_is_refused_or_skipped(rule: Rule, swap_direct
         (lambda m: infinity.AdamW(m, amsgrad=True), "no 'amsgrad'"),
         (lambda m: infinity.SGD(m, maximize=True), "no 'maximize'"),
         (lambda m: infinity.AdamW(m, capturable=True), "no 'capturable'"),
+        (lambda m: _loaded(infinity.AdamW(m), maximize=True), "no 'maximize'"),
+        (lambda m: _loaded(infinity.AdamW(m), decoupled_weight_decay=False), "infinity.Adam$"),
+        (lambda m: _loaded(infinity.AdamW(m), lr=-1), "lr to be a finite"),
         (lambda m: infinity.AdamW([]), "got none"),
         (lambda m: infinity.AdamW(m.requires_grad_(False)), "is frozen"),
         (lambda m: infinity.AdamW(m, error_if_nonfinite=True, skip_if_nonfinite=True), "one of"),

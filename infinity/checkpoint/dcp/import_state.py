@@ -7,7 +7,7 @@ each tensor from its shards. Everything that the metadata shows is checked befor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
 
 from infinity.checkpoint.dcp import in_one_process
+from infinity.checkpoint.dcp.export_state import defaults_of_torch
 from infinity.checkpoint.huggingface.import_weights import refuse_codes
 from infinity.checkpoint.run.contents import StateTensor, is_row_major, kept_tensors
 from infinity.checkpoint.run.load import fill_state_kind
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
-from infinity.errors import ConfigError, StorageError, UnsupportedError, corrupt
+from infinity.errors import ConfigError, StorageError, UnsupportedError, corrupt, listed
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.state.units import StateKind, TensorSpec, moments_of
 from infinity.streaming.gradients.sums import in_memory_order
@@ -126,25 +126,30 @@ class _Directory:
 
     def read(self, key: str) -> torch.Tensor:
         """Returns a fresh, full host tensor in the saved dtype. Raises CorruptionError."""
+        value: torch.Tensor = self._load({key: self._empty(key)})[key]
+        return value
+
+    def _empty(self, key: str) -> torch.Tensor:
         item = self._items[key]
         assert isinstance(item, TensorStorageMetadata)
-        value: torch.Tensor = self._load(key, torch.empty(item.size, dtype=item.properties.dtype))
-        return value
+        return torch.empty(item.size, dtype=item.properties.dtype)
 
     def read_fp32(self, key: str | None) -> torch.Tensor | None:
         """Returns a fresh fp32 host tensor; None for None. Raises as `read`."""
         return None if key is None else self.read(key).float()
 
-    def _load(self, key: str, value: Any) -> Any:
+    def _load(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Fills the tensors of `wanted`, and gives the other keys the objects that were saved."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         reader = FileSystemReader(self.path)
         reader.read_metadata = lambda *_, **__: self._metadata  # type: ignore[method-assign]
         try:
             with in_one_process():
-                dcp.load({key: value}, storage_reader=reader, planner=planner, no_dist=True)
+                dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
         except Exception as error:  # Damaged bytes may make torch raise any error.
-            raise corrupt(str(self.path), f"{key!r} cannot be read: {error!r}") from error
-        return planner.state_dict[key]  # A tensor is `value`, filled; an object is a new one.
+            what = f"{listed(list(wanted))} cannot be read"
+            raise corrupt(str(self.path), f"{what}: {error!r}") from error
+        return planner.state_dict
 
     # -- Weights -----------------------------------------------------------------------------------
 
@@ -272,50 +277,64 @@ class _Directory:
 
         Raises ConfigError for other groups of parameters.
         """
-        prefix = self._optimizer_prefix()
-        named = optimizer.named_state()
-        groups = []
-        for index, group in enumerate(named["groups"]):
-            saved = self._group(prefix, index, group)
-            if saved.get("params", group["params"]) != group["params"]:
-                raise ConfigError(
-                    f"{self.path}: group {index} has {len(saved['params'])} parameters, the "
-                    f"optimizer's has {len(group['params'])}, or other ones; build the optimizer "
-                    "with the groups it was saved with"
-                )
-            groups.append({key: saved.get(key, value) for key, value in group.items()})
-        if f"{prefix}param_groups.{len(groups)}.lr" in self._items:
-            raise ConfigError(
-                f"{self.path} has more groups of parameters than the optimizer's {len(groups)}; "
-                "build the optimizer with the groups it was saved with"
-            )
+        prefix, named = self._optimizer_prefix(), optimizer.named_state()
+        groups = self._groups(f"{prefix}param_groups.", named["groups"], optimizer.name)
+        optimizer.check_named_state({"name": optimizer.name, "groups": groups})
+        for group, own in zip(groups, named["groups"], strict=True):
+            for key in group.keys() - own.keys():
+                del group[key]
+        of_name = {name: f"{prefix}state.{name}." for group in groups for name in group["params"]}
+        counts = self._values(f"{start}step" for start in of_name.values())
         steps, begun = {}, []
-        for name in (name for group in named["groups"] for name in group["params"]):
-            step = self._step(f"{prefix}state.{name}.step")
-            has_momentum = self._is_tensor(
-                f"{prefix}state.{name}.{StateKind.MOMENTUM_BUFFER.value}"
-            )
+        for name, start in of_name.items():
+            step = int(counts.get(f"{start}step", 0))
+            has_momentum = self._is_tensor(start + StateKind.MOMENTUM_BUFFER.value)
             if step or has_momentum:
                 steps[name] = step or 1  # torch's SGD does not count.
             if has_momentum:
                 begun.append(name)
         return {"name": optimizer.name, "groups": groups, "steps": steps, "begun": begun}
 
-    def _group(self, prefix: str, index: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns the saved settings of a group, by its number or by its first parameter."""
-        first = group["params"][0] if group["params"] else ""
-        for start in (f"{prefix}param_groups.{index}.", f"{prefix}param_groups.{first}."):
-            if f"{start}lr" in self._items:
-                wanted = [name for name in group if start + name in self._items]
-                return {name: self._value(start + name) for name in wanted}
-        return {}
+    def _groups(
+        self, start: str, own: list[dict[str, Any]], optimizer: str
+    ) -> list[dict[str, Any]]:
+        """Returns the saved settings of groups, by their numbers or by the names of parameters;
+        those of `own` that were not saved are as they are. Raises ConfigError for other groups."""
+        saved = {
+            key.removeprefix(start).removesuffix(".lr")
+            for key in self._items
+            if key.startswith(start) and key.endswith(".lr")
+        }
+        is_numbered, is_other = f"{start}0.params" in self._items, False
+        known, found = set[str](), []
+        for number, group in enumerate(own):
+            names = [str(number)] if is_numbered else group["params"]
+            keys = {**group, **defaults_of_torch(optimizer)}
+            values = self._values(f"{start}{name}.{key}" for name in names for key in keys)
+            settings: dict[str, dict[str, Any]] = {f"{start}{name}": {} for name in names}
+            for key, value in values.items():
+                at, _, setting = key.rpartition(".")
+                settings[at][setting] = value
+            first = next(iter(settings.values()), {})
+            known.update(names)
+            found.append({**group, **first})
+            is_other |= any(of_name != first for of_name in settings.values())
+            is_other |= found[-1]["params"] != group["params"]
+        if saved and (is_other or saved != known):
+            sizes = [len(group["params"]) for group in own]
+            raise ConfigError(
+                f"{self.path} has other groups of parameters than the optimizer's, of {sizes}; "
+                "build the optimizer with the groups it was saved with"
+            )
+        return found
 
-    def _step(self, key: str) -> int:
-        return int(self._value(key)) if key in self._items else 0
-
-    def _value(self, key: str) -> Any:
-        """Returns a number, a list or text, whether it was stored as bytes or as a tensor."""
-        if isinstance(self._items[key], BytesStorageMetadata):
-            return self._load(key, None)
-        tensor = self.read(key)
-        return tensor.item() if tensor.numel() == 1 else tensor.tolist()
+    def _values(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Returns numbers, lists and text by key, whether they were stored as bytes or as tensors,
+        of those keys that are there."""
+        there = [key for key in keys if key in self._items]
+        wanted = {key: self._empty(key) if self._is_tensor(key) else None for key in there}
+        values = self._load(wanted) if wanted else {}
+        for key, value in values.items():
+            if self._is_tensor(key):
+                values[key] = value.item() if value.numel() == 1 else value.tolist()
+        return values
