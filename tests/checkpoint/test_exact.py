@@ -295,6 +295,20 @@ def test_load_refuses_another_run_before_anything_changes(tmp_path):
         assert_same(before, other.state())
 
 
+def test_buffers_of_any_form_come_back_and_another_dtype_is_refused(tmp_path):
+    with run("fp32", tmp_path / "swap") as each:
+        wide, turned = torch.arange(4.0).expand(3, 4), torch.tensor([1 + 2j, 3j]).conj()
+        each.model.register_buffer("wide", wide)
+        each.model.register_buffer("turned", turned)
+        path = each.save(tmp_path / "checkpoints")
+        each.model.wide, each.model.turned = torch.zeros(()).expand(3, 4), torch.zeros_like(turned)
+        each.load(path)
+        assert torch.equal(each.model.wide, wide) and torch.equal(each.model.turned, turned)
+        each.model.wide = each.model.wide.double()
+        with pytest.raises(ConfigError, match="float32, the model has .*float64"):
+            each.load(path)
+
+
 def test_a_later_step_is_never_overwritten(tmp_path):
     with run("fp32", tmp_path / "swap") as each:
         each.steps(0, 2)

@@ -23,7 +23,12 @@ from torch.distributed.checkpoint.metadata import (
 from infinity.checkpoint.dcp import in_one_process
 from infinity.checkpoint.dcp.export_state import defaults_of_torch
 from infinity.checkpoint.huggingface.import_weights import refuse_codes
-from infinity.checkpoint.run.contents import StateTensor, is_row_major, kept_tensors
+from infinity.checkpoint.run.contents import (
+    StateTensor,
+    is_row_major,
+    kept_tensors,
+    put_buffer,
+)
 from infinity.checkpoint.run.load import fill_state_kind
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
@@ -71,7 +76,7 @@ def import_dcp(
         engine.write_parameter(name, found.read(key))
     with torch.no_grad():
         for key, buffer in buffers.items():
-            buffer.copy_(found.read(key))
+            put_buffer(buffer, found.read(key))
     with engine.at_rest(_NAME) as state:
         state.forget_gradients()
         if optimizer is not None:

@@ -314,7 +314,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     assert tensor.is_contiguous()
     if tensor.numel() == 0:
         return memoryview(b"")
-    flat = tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().reshape(-1).view(torch.uint8)
     array: Any = flat.numpy()
     return memoryview(array)
 

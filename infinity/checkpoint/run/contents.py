@@ -515,6 +515,14 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
 
 
+def put_buffer(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Gives a buffer values. One whose elements share memory (`expand`) gets memory for all."""
+    if 0 in buffer.stride():
+        buffer.data = values.to(buffer)
+    else:
+        buffer.copy_(values)
+
+
 def _write_buffers(path: Path, model: nn.Module) -> FileEntry:
     buffers = buffers_of(model)
     infos = [

@@ -36,7 +36,13 @@ from torch import nn
 
 from infinity.bounded import MAX_DEPTH, MalformedError
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
-from infinity.checkpoint.run.contents import STREAMED, StateTensor, buffers_of, kept_tensors
+from infinity.checkpoint.run.contents import (
+    STREAMED,
+    StateTensor,
+    buffers_of,
+    kept_tensors,
+    put_buffer,
+)
 from infinity.checkpoint.run.directory import find_checkpoint
 from infinity.checkpoint.run.links import restore_linked
 from infinity.checkpoint.run.opened import OpenCheckpoint, SavedTensor, StoredReader
@@ -302,7 +308,7 @@ def _load_buffers(saved: Mapping[str, SavedTensor], model: nn.Module) -> None:
         return
     with StoredReader(consequence=_MIXTURE) as reader, torch.no_grad():
         for name, buffer in buffers_of(model).items():
-            buffer.copy_(reader.read_full(saved[name]))
+            put_buffer(buffer, reader.read_full(saved[name]))
 
 
 # -- The small state -------------------------------------------------------------------------------

@@ -408,10 +408,11 @@ class OpenCheckpoint:
         path, saved, buffers = self.path / name, self.buffers(rank), buffers_of(model)
         _compare_names(set(buffers), set(saved), path)
         for name, buffer in buffers.items():
-            if tuple(buffer.shape) != saved[name].info.shape:
+            info, own = saved[name].info, (tuple(buffer.shape), buffer.dtype)
+            if (info.shape, info.dtype) != own:
                 raise ConfigError(
-                    f"{path}: buffer {name!r} has shape "
-                    f"{saved[name].info.shape}, the model has {tuple(buffer.shape)}"
+                    f"{path}: buffer {name!r} has shape {info.shape} and {info.dtype}, the model "
+                    f"has {own[0]} and {own[1]}"
                 )
 
     def _check_moments(self, expected: Mapping[str, TensorInfo]) -> None:
