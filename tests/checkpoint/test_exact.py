@@ -251,6 +251,31 @@ def test_extra_comes_back_and_code_is_refused(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000000"]
 
 
+class _Counting(torch.nn.Identity):
+    """Keeps a number outside of parameters and buffers."""
+
+    count = 0
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+def test_the_extra_state_of_modules_comes_back(tmp_path):
+    with run("fp32", tmp_path / "swap") as each:
+        each.model.counting = _Counting()
+        each.model.counting.count = 3
+        path = each.save(tmp_path / "checkpoints")
+        each.model.counting = _Counting()
+        each.load(path)
+        assert each.model.counting.count == 3
+        each.model.counting = torch.nn.Identity()
+        with pytest.raises(ConfigError, match="extra state of other modules .* 'counting'"):
+            each.load(path)
+
+
 def test_keep_leaves_the_newest(tmp_path):
     with run("fp32", tmp_path / "swap") as each:
         for step in range(5):

@@ -49,7 +49,7 @@ from infinity.checkpoint.run.opened import OpenCheckpoint, SavedTensor, StoredRe
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
-from infinity.errors import ConfigError, InfinityError, corrupt
+from infinity.errors import ConfigError, InfinityError, corrupt, listed
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import MIB
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 _MIXTURE = "the model is a mixture of two states now: do not train on, load another checkpoint"
-_TABLES = ("optimizer", "random")  # A table, or None.
+_TABLES = ("optimizer", "random", "modules")  # A table, or None.
 _MOST_OPERATIONS = 4_000_000  # Of a pickle; each makes one value at most.
 # What a pickle of plain values names, beside dtypes and storages.
 _NAMES = frozenset((
@@ -115,7 +115,7 @@ def load(
             chosen_units(optimizer, all_state=all_state),
         )
         program = program_of(found, engine.rank)
-        _check_program(program, optimizer, scheduler, found.path)
+        _check_program(program, model, optimizer, scheduler, found.path)
         with engine.at_rest("infinity.checkpoint.load", chosen) as state:
             found.check_model(state, model, engine.rank)
         buffers = found.buffers(engine.rank)
@@ -141,6 +141,9 @@ def load(
     if scheduler is not None:
         with believing(found.path, "the scheduler's state"):
             scheduler.load_state_dict(program["scheduler"])
+    with believing(found.path, "the extra state of modules"):
+        for name, value in (program["modules"] or {}).items():
+            model.get_submodule(name).set_extra_state(value)
     if program["random"] is not None:
         with believing(found.path, "the state of the generators"):
             restore_random_state(program["random"])
@@ -170,6 +173,7 @@ def read_program(path: str | os.PathLike[str], rank: int = 0) -> Loaded:
 
 def _check_program(
     program: Mapping[str, Any],
+    model: nn.Module,
     optimizer: OffloadedOptimizer | None,
     scheduler: Stateful | None,
     path: Path,
@@ -177,6 +181,11 @@ def _check_program(
     for what, target in (("an optimizer", optimizer), ("a scheduler", scheduler)):
         if target is not None and program[what.split()[1]] is None:
             raise ConfigError(f"{path} was saved without {what}, so there is none to bring back")
+    modules = program["modules"]
+    if modules is not None and (others := modules.keys() ^ extra_states(model).keys()):
+        raise ConfigError(
+            f"{path} has the extra state of other modules than the model: {listed(sorted(others))}"
+        )
     if optimizer is not None:
         with believing(path, "the optimizer's state"):
             saved, own = program["optimizer"], optimizer.named_state()
@@ -338,6 +347,7 @@ def parse_program(content: bytes, path: Path) -> dict[str, Any]:
         raise corrupt(str(path), f"it is no state that torch can load: {why}") from None
     if not isinstance(state, dict) or not isinstance(state.get("extra"), dict):
         raise corrupt(str(path), "it is no small state of a checkpoint: expected a table 'extra'")
+    state.setdefault("modules", None)  # Earlier versions left it out.
     for key in _TABLES:
         if key not in state or not (state[key] is None or isinstance(state[key], dict)):
             raise corrupt(str(path), f"expected a table or nothing at {key!r} in it")
@@ -479,10 +489,18 @@ def pack_program(state: dict[str, Any]) -> bytes:
     except Exception as error:  # An object may make pickle raise any error.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            "expected numbers, text, tensors, lists and dicts in `extra`, in param_groups and in "
-            f"the scheduler's state_dict(), and nothing that needs code to be read: {reason}"
+            "expected numbers, text, tensors, lists and dicts in `extra`, in param_groups, in the "
+            "scheduler's state_dict() and in get_extra_state() of modules, and nothing that needs "
+            f"code to be read: {reason}"
         ) from None
     return buffer.getvalue()
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Returns what modules keep beside tensors, as `state_dict()` has it, by their names."""
+    plain = nn.Module.get_extra_state
+    own = {n: m for n, m in model.named_modules() if type(m).get_extra_state is not plain}
+    return {name: module.get_extra_state() for name, module in own.items()}
 
 
 def random_state() -> dict[str, Any]:

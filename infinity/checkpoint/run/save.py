@@ -50,7 +50,7 @@ from infinity.checkpoint.run.links import (
     thaw,
     thaw_removed,
 )
-from infinity.checkpoint.run.load import chosen_units, pack_program, random_state
+from infinity.checkpoint.run.load import chosen_units, extra_states, pack_program, random_state
 from infinity.checkpoint.run.references import read_reference
 from infinity.distributed.sync import CollectiveSection
 from infinity.engine.engine import Engine
@@ -138,7 +138,7 @@ def async_save(
     engine, linked = engine_of(model), linked and all_state
     target, commits = Path(directory), engine.commit_directory
     with engine.ranks.collective_section("infinity.checkpoint.save") as asked:
-        program = _Program.of(optimizer, scheduler, step, extra, all_state=all_state)
+        program = _Program.of(model, optimizer, scheduler, step, extra, all_state=all_state)
         last = _await_last(engine)
         copying = _copying_directory(engine, target, program.step) if linked else None
         own = _own_commits(engine, commits)
@@ -235,7 +235,7 @@ def commit(
             'infinity.checkpoint.commit needs checkpoint.durability = "step" in the configuration'
         )
     with engine.ranks.collective_section("infinity.checkpoint.commit") as asked:
-        program = _Program.of(optimizer, scheduler, step, extra)
+        program = _Program.of(model, optimizer, scheduler, step, extra)
         _check_ranks(engine)
         asked.local = repr(program.step).encode()
     _refuse_different("commit", asked)
@@ -253,6 +253,7 @@ class _Program:
     @classmethod
     def of(
         cls,
+        model: nn.Module,
         optimizer: OffloadedOptimizer | None,
         scheduler: Stateful | None,
         step: int | None,
@@ -270,6 +271,7 @@ class _Program:
             {
                 "optimizer": named,
                 "scheduler": scheduler.state_dict() if scheduler is not None else None,
+                "modules": extra_states(model),
                 "random": random_state(),
                 "extra": dict(extra or {}),
             }
