@@ -49,11 +49,15 @@ def copy_by_links(path: Path, copy: Path) -> Path:
     return shutil.copytree(path, copy, copy_function=os.link)
 
 
+@pytest.mark.parametrize("leaves_link", [False, True])
 def test_a_renamed_checkpoint_stays_intact(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    leaves_link: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with saving(tmp_path) as (each, checkpoints):
-        best = each.save(checkpoints, keep=2).rename(checkpoints / "best")
+        path = each.save(checkpoints, keep=2)
+        best = path.rename(checkpoints / "best")
+        if leaves_link:
+            path.symlink_to(best)
         with caplog.at_level(logging.WARNING, "infinity"):
             go_on(each, checkpoints, range(2, 7), best, keep=2)
         warned = [record for record in caplog.records if "has lost its name" in record.message]

@@ -239,11 +239,13 @@ def prune(directory: Path, keep: int) -> list[Path]:
     """Removes all but the newest `keep` checkpoints; returns the paths of the removed ones.
 
     The names are removed durably before the first file, so a crash leaves no incomplete checkpoint
-    under its final name. Raises ConfigError, StorageError.
+    under its final name. A link is removed, the directory behind it stays, and its path is not
+    returned. Raises ConfigError, StorageError.
     """
     with locked(directory):
         checkpoints = list_checkpoints(directory)
         removed = checkpoints[: max(0, len(checkpoints) - keep)]
+        links = {path for path in removed if path.is_symlink()}
         partials = [partial_of(path) for path in removed]
         for path, partial in zip(removed, partials, strict=True):
             with reporting("remove", path):
@@ -251,9 +253,8 @@ def prune(directory: Path, keep: int) -> list[Path]:
         if removed:
             sync_directory(directory)
         for partial in partials:
-            with reporting("remove", partial):
-                shutil.rmtree(partial)
-    return removed
+            _remove_tree(partial)
+    return [path for path in removed if path not in links]
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -274,8 +275,15 @@ def _sweep(directory: Path) -> None:
     """Removes partial checkpoints; the caller holds the lock."""
     for entry in list(directory.iterdir()):
         if _PARTIAL.fullmatch(entry.name):
-            with reporting("remove", entry):
-                shutil.rmtree(entry)
+            _remove_tree(entry)
+
+
+def _remove_tree(path: Path) -> None:
+    with reporting("remove", path):
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def read_content(path: Path) -> bytes:
