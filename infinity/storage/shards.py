@@ -9,6 +9,7 @@ so a check on the thread that waits would stand between the drives and the model
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -94,9 +95,13 @@ def difference(identity: ShardIdentity) -> str | None:
     return None
 
 
-def refuse_changed(identity: ShardIdentity) -> None:
-    """Raises CorruptionError for a file that has changed since the checkpoint was opened."""
-    changed = difference(identity)
+def refuse_changed(identity: ShardIdentity, *, is_open: bool = False) -> None:
+    """Raises CorruptionError for a file that has changed since the checkpoint was opened. One that
+    `is_open` may have lost its name."""
+    if is_open:
+        with contextlib.suppress(OSError):
+            is_open = os.stat(identity.path).st_ino != identity.inode
+    changed = None if is_open else difference(identity)
     if changed is not None:
         detail = (
             f"{changed} since the checkpoint was opened. Frozen weights rest in this file: "
@@ -108,8 +113,8 @@ def refuse_changed(identity: ShardIdentity) -> None:
 class _ReadChecks:
     """Checksums of first reads, and the threads that compare later reads with them."""
 
-    def __init__(self, nbytes_of: Mapping[str, int]) -> None:
-        self._nbytes_of = nbytes_of  # Of a file, by path.
+    def __init__(self, identities: Mapping[str, ShardIdentity]) -> None:
+        self._identities = identities  # By path.
         self._checksums: dict[tuple[str, int, int], int] = {}
         self._earlier: set[tuple[str, int, int]] = set()  # Those of an earlier run alone.
         self._lock = threading.Lock()  # Guards the table of checksums.
@@ -129,9 +134,10 @@ class _ReadChecks:
         return self._threads.submit(check)
 
     def _check(self, run: ShardRun, address: int, label: str) -> None:
-        """Compares a run with its first read, and notes it if there was none. Raises
-        CorruptionError; then nothing is noted."""
-        valid_nbytes = min(run.nbytes, self._nbytes_of[run.path] - run.offset_nbytes)
+        """Compares a run with its first read, and notes it if there was none: the file must not
+        have changed until then. Raises CorruptionError; then nothing is noted."""
+        identity = self._identities[run.path]
+        valid_nbytes = min(run.nbytes, identity.nbytes - run.offset_nbytes)
         ctypes.memset(address + valid_nbytes, 0, run.nbytes - valid_nbytes)  # Behind the end.
         digests = digest(address, run.nbytes)
         of_chunks = {}
@@ -145,6 +151,8 @@ class _ReadChecks:
             for key, found in (of_chunks | of_run).items():
                 if self._checksums.get(key, found) != found:
                     raise _other_bytes(*key, label)
+            if not of_chunks.keys() <= self._checksums.keys():
+                refuse_changed(identity, is_open=True)
             self._checksums |= of_chunks
 
     def known(self, *, with_earlier: bool) -> list[RunChecksum]:
@@ -194,8 +202,7 @@ class ShardFiles:
         self.identities: Mapping[str, ShardIdentity] = {file.path: file for file in identities}
         self._files: dict[str, int] = {}
         self._directories: dict[int, str] = {}  # By file id; a trace is written after `close`.
-        nbytes_of = {file.path: file.nbytes for file in identities}
-        self._checks = _ReadChecks(nbytes_of) if verify else None
+        self._checks = _ReadChecks(self.identities) if verify else None
         try:
             for identity in identities:
                 refuse_changed(identity)
