@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 
 import pytest
 
@@ -130,3 +131,12 @@ def test_two_writers_are_kept_apart(tmp_path):
             each.save(tmp_path / "checkpoints")
         with pytest.raises(ConfigError, match="keep"):
             each.save(tmp_path / "checkpoints", step=8, keep=0)
+        with state_directory.writing(tmp_path / "checkpoints", 9):
+            child = os.fork()  # As a worker of a DataLoader beside a copy in the background.
+            if not child:
+                signal.pause()
+        try:
+            each.save(tmp_path / "checkpoints", step=10)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)

@@ -316,6 +316,8 @@ def locked(directory: Path, busy: str = _BUSY) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # A child that was forked meanwhile has it, too.
+        with contextlib.suppress(OSError):
             os.close(fd)
 
 
