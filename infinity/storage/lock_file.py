@@ -77,7 +77,9 @@ class DirectoryLock:
         if self._fd < 0:
             return
         kept = tuple(name for name in (*self.kept, *keep) if self._is_there(name))
-        if kept:
+        if not is_same_file(self._fd, self._path):
+            pass  # The directory was removed, and may be another job's by now.
+        elif kept:
             try:
                 self._write(pid=None, kept=kept)
             except StorageError as error:  # On closing: as in _unlink.
@@ -268,7 +270,7 @@ def is_same_file(fd: int, path: str) -> bool:
     """Returns whether the name still belongs to the open file."""
     try:
         there = os.lstat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     own = os.fstat(fd)
     return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)

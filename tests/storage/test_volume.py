@@ -273,9 +273,13 @@ def test_directory_of_a_killed_process_is_taken_over_and_cleaned(
     foreign.write_text("keep")
     holder.kill()
     holder.wait()
+    removed = Volume(threads, [VolumePath(str(drive))])
+    assert not stale.exists()
+    assert json.loads((drive / "infinity.lock").read_text())["pid"] == os.getpid()
+    (drive / "infinity.lock").unlink()
     with Volume(threads, [VolumePath(str(drive))]):
-        assert not stale.exists()
-        assert json.loads((drive / "infinity.lock").read_text())["pid"] == os.getpid()
+        removed.close()
+        assert (drive / "infinity.lock").exists(), "it is another job's"
     assert list(drive.iterdir()) == [foreign]
 
 
