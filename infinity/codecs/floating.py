@@ -38,9 +38,13 @@ _FORMATS = {
 _FP8_SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _POWERS = ("F8_E8M0", "U8")
 _INT4_OF_QUARK = {"int4": "QUARK_SIGNED", "uint4": "QUARK"}  # The layouts of its dtypes.
-_LEFTOVERS = (
-    "_scale_inv", ".weight_scale", ".weight_scale_2", ".qscale_weight", ".pre_quant_scale",
-)  # fmt: skip
+_LEFTOVERS = ("_scale_inv", ".weight_scale", ".weight_scale_2", ".qscale_weight")
+_OF_NO_CODEC = {
+    "_weight_scale": "is of experts that modelopt has packed into one tensor, which no codec "
+    "reads; use a checkpoint with a matrix for each expert",
+    ".pre_quant_scale": "multiplies the inputs of a layer, which transformers' class does not do; "
+    "use a checkpoint that modelopt has quantized without AWQ and SVDQuant (NVFP4)",
+}
 
 
 class FloatScheme:
@@ -62,11 +66,9 @@ class FloatScheme:
 
     def __call__(self, found: FoundTensors) -> None:
         """Finds the weights; see `Scheme`."""
-        for packed in found.unused("_weight_scale"):
-            raise found.error(
-                f"{packed!r} is of experts that modelopt has packed into one tensor, which no "
-                "codec reads; use a checkpoint with a matrix for each expert, or the bfloat16 one"
-            )
+        for end, told in _OF_NO_CODEC.items():
+            for name in found.unused(end):
+                raise found.error(f"{name!r} {told}, or the bfloat16 one")
         for layout, group in self._groups.items():
             for name in found.unused(".weight"):
                 dtype, scales = found.headers[name][0], found.headers.get(f"{name}_scale", ("",))
@@ -107,9 +109,7 @@ def add_fp8(
 
     Dimensions of length 1 may be stored or left out. Raises ConfigError if no block fits.
     """
-    shape, (dtype, stored) = found.matrix(name), found.headers[scale]
-    if dtype not in _FP8_SCALES:
-        raise found.error(f"{scale!r} is {dtype}; expected scales of {', '.join(_FP8_SCALES)}")
+    shape, (dtype, stored) = found.matrix(name), found.scales(scale, _FP8_SCALES)
     product = dtype if is_rounded and dtype in FLOAT_DTYPES else "F32"
     codecs = [FloatBlocks(block, dtype, product=product) for block in blocks]
     grids = [found.parts(name, codec, shape)[1].shape for codec in codecs]

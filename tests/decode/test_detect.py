@@ -532,6 +532,8 @@ def test_nvfp4_of_modelopt_may_have_groups_of_32_and_its_packed_experts_are_refu
                "a.weight_scale_2": ("F32", ())}  # fmt: skip
     assert find(MODELOPT, headers)["a.weight"].codec == nvfp4("TIMES", 32)
     packed = {"e.down_proj": ("F8_E4M3", (4, 8, 8)), "e.down_proj_weight_scale": ("F32", ())}
+    with pytest.raises(ConfigError, match="'a.pre_quant_scale' multiplies .* without AWQ"):
+        find(MODELOPT, {**MODELOPT_HEADERS, "a.pre_quant_scale": ("BF16", (64,))})
     with pytest.raises(ConfigError, match="'e.down_proj_weight_scale' is of experts"):
         find(MODELOPT, headers | packed)
 

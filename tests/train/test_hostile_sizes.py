@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
-from infinity.modules.reading.configuration import check_sides
+from infinity.modules.reading.configuration import check_sides, positions_of
 from infinity.tools.training import program
 from infinity.tools.training.job_data import tokenize
 from infinity.tools.training.tokenizers import ByteTokenizer, HuggingFaceTokenizer
@@ -52,7 +52,7 @@ def refused(table: dict[str, Any], match: str) -> None:
         ("n_embd", 2**31), ("n_embd", 2**50), ("n_layer", 2**31), ("n_head", -1), ("n_embd", "x"),
         *((f"{name}_token_id", 2**31) for name in ("bos", "eos", "pad")),
         ("eos_token_id", [0, 2**40]), ("eos_token_id", "</s>"), ("pad_token_id", 1.5),
-        ("dtype", []),
+        ("dtype", []), ("model_type", ["gpt2"]), ("architectures", [3]), ("architectures", "GPT2"),
     ],
 )  # fmt: skip
 def test_an_impossible_number_in_config_json_is_refused_by_name(tmp_path, table, key, value):
@@ -78,6 +78,14 @@ def test_an_impossible_vocabulary_of_the_job_is_refused_by_name(table, value):
 def test_sizes_of_which_no_model_can_be_made_are_refused_with_their_file(tmp_path, table, sizes):
     edit(tmp_path / "base" / "config.json", **sizes)
     refused(table, r"base/config\.json")
+
+
+@pytest.mark.parametrize("factor", ["x", None, 1e999])
+def test_a_rotary_embedding_without_a_length_is_refused_by_its_key(factor: Any) -> None:
+    rope = {"rope_type": "yarn", "factor": factor, "rope_theta": 1e4}
+    config = LlamaConfig(rope_parameters=rope | {"original_max_position_embeddings": 8})
+    with pytest.raises(ConfigError, match="no length follows from rope_parameters"):
+        positions_of(config)
 
 
 def test_a_part_of_a_model_that_is_not_stored_may_have_longer_sides() -> None:

@@ -372,7 +372,9 @@ def positions_of(hf_config: Any) -> int | None:
         return found - (text.pad_token_id or 0) - 1
     if rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
         return found
-    return max(found, int(rope["factor"] * (rope.get("original_max_position_embeddings") or found)))
+    with refusing("model: no length follows from rope_parameters of config.json", Exception):
+        most = int(rope["factor"] * (rope.get("original_max_position_embeddings") or found))
+    return max(found, most)
 
 
 def _listed(classes: Any) -> tuple[Any, ...]:
@@ -442,8 +444,11 @@ def check_numbers(table: dict[str, Any], where: str) -> None:
     `where` is put before the key."""
     for key, value in _leaves(table, ""):
         name = key.rpartition(".")[2]
-        if name == "dtype" and isinstance(value, list):
-            raise _impossible(f"{where}{key}", "the name of a dtype", value)
+        if name in ("dtype", "model_type") and isinstance(value, list):
+            raise _impossible(f"{where}{key}", "a name", value)
+        is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if name == "architectures" and value is not None and not is_list:
+            raise _impossible(f"{where}{key}", "a list of names", value)
         if name.endswith("_token_id"):
             _check_ids(value, f"{where}{key}")
             continue
