@@ -11,14 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from infinity.codecs.affine import AffineGroups
 from infinity.codecs.floating import MXFP8, PER_ROW, PER_TENSOR, add_fp4, add_fp8
 from infinity.codecs.found import FoundTensors, Scheme, no_codec
-from infinity.codecs.grouped import check_order
+from infinity.codecs.grouped import check_order, numbers_in
 from infinity.codecs.packing import WORD_BITS, packed_shape
-from infinity.codecs.rounding import FLOAT_DTYPES
 from infinity.errors import ConfigError
 
 KNOWN_FORMATS = (
@@ -155,7 +152,6 @@ class CompressedScheme:
         add_fp4(found, packed, scale, f"{name}_global_scale", name=name, is_divided=True)
 
     def _add_fp8(self, found: FoundTensors, name: str) -> None:
-        found.scales(f"{name}_scale", (*FLOAT_DTYPES, "U8", "F8_E8M0"))
         blocks = [group.block for group in self._groups if group.kind == "fp8"]
         blocks = [*dict.fromkeys(blocks), *blocks[:1]]
         add_fp8(found, name, f"{name}_scale", blocks, is_rounded=True)
@@ -163,14 +159,9 @@ class CompressedScheme:
 
 def _columns_of(found: FoundTensors, name: str, packed: int, bits: int, layout: Codes) -> int:
     """Returns the columns of a weight whose last word may be short: as `weight_shape` says."""
-    if layout == "BYTES":
-        return packed
-    said = f"{name}_shape"
-    dtype = {"I32": torch.int32, "I64": torch.int64}.get(found.headers.get(said, ("",))[0])
-    if dtype is None:
-        return packed * WORD_BITS // bits
-    lengths = torch.frombuffer(bytearray(found.read(said)), dtype=dtype)
-    return max(0, int(lengths[-1])) if lengths.numel() else 0
+    said = () if layout == "BYTES" else numbers_in(found, f"{name}_shape")
+    words = packed if layout == "BYTES" else packed * WORD_BITS // bits
+    return max(0, said[-1]) if said else words
 
 
 def _parse_group(name: str, group: Mapping[str, Any], default: Any, where: str) -> _Group:

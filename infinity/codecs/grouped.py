@@ -166,7 +166,7 @@ def find_hqq(found: FoundTensors) -> None:
 def _add_hqq(found: FoundTensors, module: str) -> None:
     names = [f"{module}.{part}" for part in ("W_q", "scale", "zero")]
     dtype, _ = found.scales(names[1])
-    facts = {fact: _numbers_in(found, f"{module}.{fact}") for fact in _FACTS_OF_HQQ[:4]}
+    facts = {fact: numbers_in(found, f"{module}.{fact}") for fact in _FACTS_OF_HQQ[:4]}
     shape, (bits,), (axis,) = facts["shape"], facts["nbits"] or (0,), facts["axis"] or (-1,)
     if bits not in (1, 2, 4, 8) or axis not in (0, 1) or len(shape) != 2:
         raise found.error(
@@ -185,13 +185,13 @@ def _add_hqq(found: FoundTensors, module: str) -> None:
     found.add(name, codec, logical, names, parts=parts, aside=aside)
 
 
-def _numbers_in(found: FoundTensors, name: str) -> tuple[int, ...]:
+def numbers_in(found: FoundTensors, name: str) -> tuple[int, ...]:
     """Returns the integers of a small tensor, none if it is not there. Raises ConfigError."""
     dtype = found.headers.get(name, ("",))[0]
     if not dtype:
         return ()
     if dtype not in ("I32", "I64"):
-        raise found.error(f"{name!r} is {dtype}; expected I32 or I64, as hqq writes it")
+        raise found.error(f"{name!r} is {dtype}; expected I32 or I64")
     kind = torch.int32 if dtype == "I32" else torch.int64
     content = bytearray(found.read(name))
     return tuple(torch.frombuffer(content, dtype=kind).tolist()) if content else ()

@@ -6,18 +6,16 @@ Their bits are the same on every instruction set; `INFINITY_SIMD` picks one by h
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
 import torch
 
 from infinity import _core
-from infinity.codecs.part import OUT_DTYPES, Shape
+from infinity.codecs.part import OUT_DTYPES, matrix_of
 from infinity.config.machine import chosen_simd, threads_here
 from infinity.fused.decode import CodeLayout
-
-_FLOAT_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+from infinity.fused.launches import FORMS
 
 
 def runs(parts: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
@@ -58,7 +56,7 @@ def decode(
         parts["codes"].data_ptr(),
         parts.get("scales", parts["codes"]).data_ptr(),
         "F32" if layout.nested_block else layout.scale,
-        _matrices(shape),
+        matrix_of(layout.values, shape),
         _output(out),
         is_float=layout.values == "E4M3",
         bits=layout.bits,
@@ -88,12 +86,8 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _matrices(shape: Shape) -> tuple[int, int, int]:
-    return math.prod(shape[:-2]), shape[-2], shape[-1]
-
-
 def _output(out: torch.Tensor) -> tuple[int, str, tuple[int, int, int]]:
     """Returns (address, format, strides of matrices, rows and columns in elements)."""
     leading = _leading(out)
     strides = (leading[-1][1] if leading else 0, out.stride(-2), out.stride(-1))
-    return out.data_ptr(), _FLOAT_NAMES[out.dtype], strides
+    return out.data_ptr(), FORMS[out.dtype], strides

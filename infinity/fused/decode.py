@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.fused.launches import FORMS
+
 MOST_WEIGHTS = 65_535  # Of one launch: the length of the second axis of a grid.
 _MOST_PARTS = 5
 _MOST_ROWS = 1 << 30  # Rows and columns of blocks are counted in 32 bits, to the end of a tile.
-_FORMS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 # Rows and columns of a program: of one row, side by side in the output, and of any other matrix.
 # Both of the last cover whole sectors of 32 bytes, so that an output may be transposed.
 _LINE = (1, 4096)
@@ -255,7 +256,7 @@ def launch_of(
     them: at least a vector, and one stride that leads from matrix to matrix; dense memory if codes
     are stored in other rows than the weight's. `is_aligned`: each output begins at a multiple of 16
     bytes."""
-    if not shape or dtype not in _FORMS:
+    if not shape or dtype not in FORMS:
         return None
     layout = _layout(shape, stride, form.is_transposed)
     if layout is not None and (layout.rows, layout.columns) != form.shape[-2:] and len(shape) > 1:
@@ -283,7 +284,7 @@ def launch_of(
         (rows, columns, *strides, *tiles, *grid),
         {
             **_constants_of(form, rows, columns),
-            "out_form": _FORMS[dtype],
+            "out_form": FORMS[dtype],
             "order": layout.order,
             "is_wide": is_aligned
             and layout.order == "ROWS"

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from infinity.config.extras import require_transformers
-from infinity.errors import refusing
+from infinity.errors import listed, refusing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,21 +87,15 @@ def import_groups(
 
     require_transformers("reading weights of a transformers model")
     from infinity.private.transformers import (
-        WeightConverter,
-        WeightRenaming,
         dot_natural_key,
         get_model_conversion_mapping,
         rename_source_key,
     )
 
     mapping = get_model_conversion_mapping(model)
-    others = _of_other_writers(model, source_names, targets, mapping)
+    others = _of_other_writers(model, source_names, targets, _by_kind(mapping)[1])
     mapping = [*(made for made, _ in others), *mapping]
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    converter_of = {
-        pattern: converter for converter in converters for pattern in converter.source_patterns
-    }
+    renamings, converters, converter_of = _by_kind(mapping)
     prefix = model.base_model_prefix
     collected: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     unused = []
@@ -133,8 +127,17 @@ def import_groups(
 _STACKED = ".switch_mlp."  # By mlx-lm.
 
 
+def _by_kind(mapping: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Returns the renamings and the converters of a mapping, and the converter of each pattern."""
+    from infinity.private.transformers import WeightConverter, WeightRenaming
+
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    return renamings, converters, {p: entry for entry in converters for p in entry.source_patterns}
+
+
 def _of_other_writers(
-    model: Any, names: Sequence[str], targets: Mapping[str, Any], mapping: Sequence[Any]
+    model: Any, names: Sequence[str], targets: Mapping[str, Any], converters: Sequence[Any]
 ) -> list[tuple[Any, Any]]:
     """Returns conversions of experts in a layout that transformers does not know of the class, each
     with the one by which an export writes them, None for none: those that mlx-lm has stacked, and
@@ -148,9 +151,8 @@ def _of_other_writers(
     )
 
     found: list[tuple[Any, Any]] = []
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     for entry in converters if any(_STACKED in name for name in names) else ():
-        sources = [p.replace(".experts.*.", _STACKED) for p in entry.source_patterns]
+        sources = [p.replace("experts.*.", "switch_mlp.") for p in entry.source_patterns]
         if sources == entry.source_patterns or type(entry.operations[0]) is not MergeModulelist:
             continue
         left = entry.operations[1:]
@@ -159,7 +161,9 @@ def _of_other_writers(
     packed = next((name for name in targets if name.endswith(".experts.gate_up_proj")), None)
     is_known = any("experts.*." in p for entry in converters for p in entry.source_patterns)
     is_apart = any(re.search(r"\.experts\.\d+\.down_proj\.weight$", name) for name in names)
-    if packed is None or is_known or not is_apart or not _has_halves(model):
+    # Gates come before the others, not each beside its own as in gpt-oss.
+    has_halves = all(getattr(module, "is_concatenated", True) for module in model.modules())
+    if packed is None or is_known or not is_apart or not has_halves:
         return found
     inner = targets[packed.replace("gate_up_proj", "down_proj")].shape[2]
     turned = [] if targets[packed].shape[1] == 2 * inner else [Transpose(1, 2)]
@@ -173,11 +177,6 @@ def _of_other_writers(
     return found
 
 
-def _has_halves(model: nn.Module) -> bool:
-    """Whether gates come before the others in packed experts, not each beside its own."""
-    return all(getattr(module, "is_concatenated", True) for module in model.modules())
-
-
 def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:
     """Returns the groups that make tensors of files from those of `model`."""
     plain = [TensorGroup(first_target=name, sources=((name, name),)) for name in names]
@@ -186,8 +185,6 @@ def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:
 
     from infinity.private.transformers import (
         PrefixChange,
-        WeightConverter,
-        WeightRenaming,
         dot_natural_key,
         get_model_conversion_mapping,
     )
@@ -199,11 +196,7 @@ def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:
     if not mapping:
         return plain
     reverse = [entry.reverse_transform() for entry in mapping[::-1]]
-    renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
-    converter_of = {
-        pattern: converter for converter in converters for pattern in converter.source_patterns
-    }
+    renamings, converters, converter_of = _by_kind(reverse)
 
     def rename(name: str) -> str:
         for renaming in renamings:
@@ -251,7 +244,7 @@ def planned_targets(
         shape, dtype = infos[name]
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    what = f"{', '.join(group.source_names)} cannot be converted to {group.first_target}"
+    what = f"{listed(group.source_names)} cannot be converted to {group.first_target}"
     with refusing(what, RuntimeError, ValueError, IndexError, KeyError):
         made = group.convert(fetch, model)
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}

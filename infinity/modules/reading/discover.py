@@ -210,16 +210,12 @@ def _visit(
             param.hooked_modules.append(hooked)
     walk.seen.add(id(module))
     if isinstance(module, Tiled):
-        block, is_block = None, _never
+        block, is_block = None, lambda *_: False
     for child_name, child in module.named_children():
         # `named_children` yields a module once per parent that registers it. That is intended: the
         # places may belong to different blocks.
         full_name = f"{name}.{child_name}" if name else child_name
         _visit(child, full_name, block, chain, is_block, walk)
-
-
-def _never(name: str, module: nn.Module) -> bool:
-    return False
 
 
 def _unit_name(members: list[FoundParam], hooked_modules: list[HookedModule]) -> str:

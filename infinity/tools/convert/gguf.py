@@ -27,11 +27,11 @@ from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import SINGLE_NAME
 from infinity.codecs.affine import ggml
 from infinity.codecs.records import RECORDS
+from infinity.codecs.rounding import FLOAT_DTYPES
 from infinity.errors import ConfigError, corrupt, listed, refusing
 from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor
 
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
-_NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Files of the original model that are taken where they lie beside the GGUF file.
 _BESIDE = (
     "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*",
@@ -224,8 +224,8 @@ def _planned(
             f"{target}: its halves are {' and '.join(sorted(kinds))}, and one tensor has one type; "
             "use a file with the same type for both"
         )
-    if kind in _NUMBERS:
-        info = TensorInfo(name=target, dtype=_NUMBERS[kind], shape=shape)
+    if kind in FLOAT_DTYPES:
+        info = TensorInfo(name=target, dtype=FLOAT_DTYPES[kind], shape=shape)
         return PlannedTensor((info,), lambda: {target: _numbers(tensors, processor, shape, kind)})
     if kind not in RECORDS:
         raise ConfigError(
@@ -257,7 +257,7 @@ def _numbers(tensors: list[Any], processor: Any, shape: tuple[int, ...], kind: s
         is_merged = len(tensors) > 1
         made.append(numbers if is_merged else _turned(processor, numbers, tensor.name))
     merged = made[0] if len(made) == 1 else np.concatenate(made, axis=-2)
-    return torch.from_numpy(np.array(merged, order="C")).to(_NUMBERS[kind]).view(shape)
+    return torch.from_numpy(np.array(merged, order="C")).to(FLOAT_DTYPES[kind]).view(shape)
 
 
 def _order_of_rows(tensor: Any, processor: Any) -> np.ndarray[Any, Any] | None:

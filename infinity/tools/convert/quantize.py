@@ -25,6 +25,7 @@ from infinity.codecs.detect import QUANTISATION_KEYS
 from infinity.codecs.part import Codec
 from infinity.config.paths import refuse_no_directory
 from infinity.errors import ConfigError, listed
+from infinity.fused.launches import FORMS
 from infinity.modules.reading.configuration import is_router
 from infinity.tools.convert.rewrite import (
     DirectoryPlan,
@@ -40,7 +41,6 @@ Format = Literal["fp8", "int4", "nf4"]
 
 # Heads and embeddings stay, by the last part of their names; and routers.
 _KEPT = re.compile(r"(^|\.)(lm_head|score|embed\w*|\w*embed(ding)?s?|wte|wpe)$")
-_WIDE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def _fp8_table(kept: list[str]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ FORMATS: Mapping[
 ] = {
     "fp8": (lambda _: FloatBlocks(), _fp8_table),
     "int4": (lambda _: AffineGroups(), _int4_table),
-    "nf4": (lambda dtype: TableBlocks(stored=_WIDE[dtype]), _nf4_table),
+    "nf4": (lambda dtype: TableBlocks(stored=FORMS[dtype]), _nf4_table),
 }
 
 
@@ -168,7 +168,7 @@ def _dtype_of_matrix(source: WeightSource, name: str) -> torch.dtype | None:
     """Returns the dtype of a tensor that is the weight of a linear layer, None of another. Raises
     ConfigError for packed experts."""
     shape, dtype = source.shape(name), source.stored_dtype(name)
-    if not isinstance(dtype, torch.dtype) or dtype not in _WIDE:
+    if not isinstance(dtype, torch.dtype) or dtype not in FORMS:
         return None
     if len(shape) == 3 and re.search(r"\.(experts|switch_mlp)\.", name):
         raise ConfigError(

@@ -83,20 +83,19 @@ def plan_merge(
     }
     for name, replace in changes_of(adapter, source):
         of_tensor.setdefault(name, []).append(replace)
-
-    def outcome(name: str) -> PlannedTensor:
-        is_wide = any(change.is_wide for change in changes.get(name, []))
-        return _outcome(source, name, of_tensor.get(name, []), to, is_wide=is_wide)
-
+    wide = {name for name, some in changes.items() if any(change.is_wide for change in some)}
+    outcomes = {
+        name: _outcome(source, name, of_tensor.get(name, []), to, is_wide=name in wide)
+        for name in source.names()
+    }
     others = [group for group in groups if group.is_foreign and to == "bf16"]
     foreign = {name: group for group in others for name in group.source_names}
-    for name in source.names():
+    for name, outcome in outcomes.items():
         shard, group = source.file_of(name).name, foreign.get(name)
         if group is None:
-            plan.add(shard, name, outcome(name))
+            plan.add(shard, name, outcome)
         elif name == group.source_names[0]:
-            parts = {part: outcome(part) for part in group.source_names}
-            plan.add(shard, name, _as_exported(group, parts, adapted.get_base_model()))
+            plan.add(shard, name, _as_exported(group, outcomes, adapted.get_base_model()))
     return plan
 
 
