@@ -207,8 +207,7 @@ def activations_nbytes(config: SwapConfig, hardware: Hardware, batch: Batch) -> 
     device, micro_batch = hardware.device, config.schedule.micro_batch
     threads = _BLAS_THREADS
     if micro_batch is not None:
-        sequences = batch.num_tokens / device.count / batch.sequence_length
-        threads += math.ceil(sequences / micro_batch)
+        threads += math.ceil(batch.num_tokens / batch.sequence_length / micro_batch)
     window_nbytes = window_nbytes_of(config, hardware) or 0
     return (device.memory or 0) - window_nbytes - threads * _BLAS_NBYTES
 
@@ -227,8 +226,7 @@ def waiting_nbytes(
     if model.frozen is None or not has_chunks or hardware.shares_host_memory:
         return 0
     nbytes = 2 * input_nbytes(config, model, batch)
-    free_nbytes = hardware.device.count * activations_nbytes(config, hardware, batch)
-    return 0 if 2 * nbytes <= free_nbytes else nbytes
+    return 0 if 2 * nbytes <= activations_nbytes(config, hardware, batch) else nbytes
 
 
 def said_of_waiting(config: SwapConfig, nbytes: int) -> list[str]:
@@ -237,7 +235,7 @@ def said_of_waiting(config: SwapConfig, nbytes: int) -> list[str]:
         return []
     return [
         f"hidden states and sums of a block's experts take {format_nbytes(nbytes)}, which "
-        'the devices cannot hold: this forecast is for placement.experts = ["host"]'
+        'the device cannot hold: this forecast is for placement.experts = ["host"]'
     ]
 
 
@@ -271,15 +269,13 @@ def obstacles_of(
 def _said_of_kept(
     config: SwapConfig, model: PlannedModel, hardware: Hardware, batch: Batch
 ) -> list[str]:
-    device = hardware.device
     is_saved = config.schedule.micro_batch and "device" not in config.placement.activations
-    if device.memory is None or not batch.recomputes or (is_saved and batch.has_backward):
+    if hardware.device.memory is None or not batch.recomputes or (is_saved and batch.has_backward):
         return []
     blocks = sum(hooked.attention_width > 0 for hooked in model.hooked_modules)
     if not batch.has_backward:
         blocks = 1
-    values = batch.num_tokens / device.count * model.checkpoint_width * blocks
-    kept_nbytes = values * _CHECKPOINT_ITEM_NBYTES
+    kept_nbytes = batch.num_tokens * model.checkpoint_width * blocks * _CHECKPOINT_ITEM_NBYTES
     free_nbytes = activations_nbytes(config, hardware, batch)
     if kept_nbytes <= free_nbytes:
         return []
@@ -303,12 +299,12 @@ def _said_of_block(
     products, which are as many as its weights by the width."""
     if hardware.device.memory is None or not batch.has_backward:
         return []
-    num_tokens, count = batch.num_tokens, hardware.device.count
+    num_tokens = batch.num_tokens
     if config.schedule.micro_batch is not None:
-        num_tokens = min(num_tokens, config.schedule.micro_batch * batch.sequence_length * count)
+        num_tokens = min(num_tokens, config.schedule.micro_batch * batch.sequence_length)
     blocks = (hooked for hooked in model.hooked_modules if hooked.attention_width)
     params = max((hooked.frozen_params + hooked.trained_params for hooked in blocks), default=0)
-    nbytes = num_tokens / count * params / model.checkpoint_width * _CHECKPOINT_ITEM_NBYTES
+    nbytes = num_tokens * params / model.checkpoint_width * _CHECKPOINT_ITEM_NBYTES
     # Workspaces for threads of more micro-batches are smaller on other devices.
     one = replace(batch, num_tokens=num_tokens)
     free_nbytes = max(activations_nbytes(config, hardware, one), 0)
@@ -338,15 +334,4 @@ def said_of_tiles(untiled: PlannedModel, model: PlannedModel) -> list[str]:
     return [
         f"layers too large to be fetched whole run as {len(tiles):,} tiles of at most "
         f"{format_nbytes(max(tiles))}"
-    ]
-
-
-def said_of_devices(hardware: Hardware) -> list[str]:
-    """Returns what a plan without ranks says of several devices."""
-    count = hardware.device.count
-    if count == 1:
-        return []
-    return [
-        f"units are taken to be cut over {count} devices by one program; the engine has "
-        f"a rank for each, see --ranks {count}"
     ]

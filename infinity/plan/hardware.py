@@ -128,30 +128,25 @@ class Hardware(Table):
         return self.model_copy(update={"host": host, "device": device, "nvme": nvme})
 
     def rates(self, shard_drives: int | None = None) -> Rates:
-        """Returns the rates of everything together: N devices move N parts of a unit at the same
-        time. `shard_drives` of the drives hold the checkpoint of a frozen base; None: all."""
-        count, host, device, nvme = self.device.count, self.host, self.device, self.nvme
+        """Returns the rates of one device, and of the host and the drives. `shard_drives` of the
+        drives hold the checkpoint of a frozen base; None: all."""
+        host, device, nvme = self.host, self.device, self.nvme
         drives = {}
         if nvme is not None:
             mixed = None if nvme.mixed_gb_per_s is None else nvme.mixed_gb_per_s * _GIGA
             drives = drive_rates(nvme.read_gb_per_s * _GIGA, nvme.write_gb_per_s * _GIGA, mixed)
-        gather = None
-        if count > 1 and device.gather_gb_per_s is not None:
-            # Each device receives the other devices' parts of a unit.
-            gather = device.gather_gb_per_s * _GIGA * count / (count - 1)
         return Rates(
-            flops=count * device.tflops * 1e12,
+            flops=device.tflops * 1e12,
             update=host.update_gb_per_s * _GIGA,
             host=host.sum_gb_per_s * _GIGA,
             norm=host.norm_gb_per_s * _GIGA,
             norm_threads=host.norm_threads,
             hold=_per_s(host.hold_gb_per_s),
-            device_update=_per_s(device.update_gb_per_s, count),
-            decode=_per_s(device.decode_gb_per_s, count),
-            memory=_per_s(device.memory_gb_per_s, count),
-            h2d=_per_s(device.h2d_gb_per_s, count),
-            d2h=_per_s(device.d2h_gb_per_s, count),
-            gather=gather,
+            device_update=_per_s(device.update_gb_per_s),
+            decode=_per_s(device.decode_gb_per_s),
+            memory=_per_s(device.memory_gb_per_s),
+            h2d=_per_s(device.h2d_gb_per_s),
+            d2h=_per_s(device.d2h_gb_per_s),
             peers=_per_s(device.gather_gb_per_s),
             network=_per_s(host.network_gb_per_s),
             checkpoint_read=self._checkpoint_read(shard_drives),
@@ -170,9 +165,9 @@ class Hardware(Table):
         return share * nvme.read_gb_per_s * 1e9
 
 
-def _per_s(gb_per_s: float | None, count: int = 1) -> float:
-    """Returns the bytes per second of `count` links; a rate that is not given costs no time."""
-    return float("inf") if gb_per_s is None else count * gb_per_s * _GIGA
+def _per_s(gb_per_s: float | None) -> float:
+    """Returns the bytes per second; a rate that is not given costs no time."""
+    return float("inf") if gb_per_s is None else gb_per_s * _GIGA
 
 
 def load_hardware(name: str) -> Hardware:

@@ -56,17 +56,16 @@ class NodeView:
         self.count = count
         self.num_nodes = num_nodes
         self.rank = rank
-        self.config_of_rank, self.hardware_of_rank = config, hardware
         self.is_collective = False
-        self._num_devices = hardware.device.count
+        self._num_devices = hardware.device.count if hardware.device.memory else 1
         if num_nodes > 1 and hardware.host.network_gb_per_s is None:
             raise ConfigError(
                 f"--nodes {num_nodes}: {hardware.name} has no host.network_gb_per_s, the rate at "
                 "which a node receives from the others; add it to the hardware file"
             )
+        self.config_of_rank, self.hardware_of_rank = config, hardware.of_rank(count)
         if self.num_ranks > 1:
             self.config_of_rank = with_part_of_node(config, count)
-            self.hardware_of_rank = hardware.of_rank(count)
             self.is_collective = _exchanges_on_devices(config.distributed.exchange, hardware)
 
     @property
@@ -99,7 +98,7 @@ class NodeView:
 
     def warnings(self) -> list[str]:
         """Returns a sentence for devices of the machine that no rank uses."""
-        if self.num_ranks == 1 or self.count >= self._num_devices:
+        if self.count >= self._num_devices:
             return []
         return [f"{self.count} of the machine's {self._num_devices} devices are used"]
 

@@ -20,7 +20,6 @@ from infinity.plan.capacity import (
     input_nbytes,
     obstacles_of,
     refuse_full_tiers,
-    said_of_devices,
     said_of_tiles,
     said_of_waiting,
     saved_inputs,
@@ -157,7 +156,6 @@ def forecast(
         warnings=(
             *said_of_waiting(config, waiting),
             *said_of_tiles(untiled, model),
-            *said_of_devices(machine),
             *obstacles,
             *node.warnings(),
         ),

@@ -139,8 +139,6 @@ class Fetches:
                 ready = self._log.exchange(
                     "received", name, sharded, [ready, *after], is_by_device=True
                 )
-            if self._log.rates.gather is not None:
-                ready = self._log.gather(name, load.weight_nbytes, [ready])
             if is_staged:
                 # The next one is asked for when this one is decoded.
                 ready, self._space_of_staged = self._log.join(name, [ready, *freed]), freed

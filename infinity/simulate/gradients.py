@@ -37,8 +37,6 @@ class GradientTraffic:
             return
         if not nbytes:
             return
-        if self._log.rates.gather is not None:
-            out = self._log.gather(name, load.weight_nbytes, [out])
         if load.sharded.sums is not None:
             self.sums[unit] = out
         if tier == "device":

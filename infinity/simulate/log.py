@@ -87,12 +87,6 @@ class OperationLog:
         """Adds a transfer of the drives; `traffic` is READ or WRITE."""
         return self.add(NVME, name, after=after, nbytes=nbytes, traffic=traffic)
 
-    def gather(self, name: str, nbytes: int, after: Sequence[int | None]) -> int:
-        """Adds a collective operation between the devices of one rank."""
-        assert self.rates.gather is not None
-        duration_s = nbytes / self.rates.gather
-        return self.add(GATHER, name, duration_s, after=after, nbytes=nbytes, traffic=GATHER)
-
     def exchange(
         self, verb: Literal["received", "sent"], name: str, sharded: ShardedLoad,
         after: Sequence[int | None], *, is_by_device: bool,

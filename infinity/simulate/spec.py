@@ -216,9 +216,9 @@ class Rates:
     counts every byte that the optimizer's pass reads or writes. `host` counts the bytes of summed
     gradients. `norm` is that of one thread that computes norms, of which there are `norm_threads`
     beside a device and one on the host. `hold` counts the bytes of weights that the engine maps
-    under a computation on the host. `device_update` is `update` on the devices. `gather` is None
-    with one device. `decode` counts the bytes of weights that are made of stored ones where they
-    are computed with, and `memory` those that products read there.
+    under a computation on the host. `device_update` is `update` on the device. `decode` counts
+    the bytes of weights that are made of stored ones where they are computed with, and `memory`
+    those that products read there.
 
     `checkpoint_read` is the rate of the drives that hold the checkpoint of a frozen base; at most
     that of all drives.
@@ -243,7 +243,6 @@ class Rates:
     checkpoint_read: float = float("inf")
     h2d: float = float("inf")
     d2h: float = float("inf")
-    gather: float | None = None
     peers: float = float("inf")
     sockets: float = float("inf")
     network: float = float("inf")

@@ -261,6 +261,8 @@ def test_a_file_for_ranks_says_how_to_start_them(tmp_path: Path, machine: Path) 
     assert planned.exit_code == 0, planned.output
     more = run(directory, "--hardware", "1xh200-4nvme", "--ranks", 2, "-o", tmp_path / "b.toml")
     assert more.exit_code == 2 and "--hardware names a machine" in more.stderr
+    all_devices = run(directory, "--hardware", "8xh200-8nvme", "-o", tmp_path / "c.toml")
+    assert "next: torchrun --nproc-per-node 8 -m infinity train" in all_devices.output
 
 
 def test_columns_that_are_not_learned_count_for_nothing(tmp_path: Path) -> None:

@@ -78,11 +78,9 @@ class NewOptions:
     )
     epochs: Annotated[int, opt("N", "Passes over the data.", min=1)] = 1
     ranks: Annotated[
-        int,
-        opt(
-            "N", "Ranks of one node, each with a device; several GPUs need --hardware, too.", min=1
-        ),
-    ] = 1
+        int | None,
+        opt("N", "Ranks of one node. Default: one for each device of --hardware.", min=1),
+    ] = None
     hardware: HardwareName = None
     out: Annotated[
         Path | None,
@@ -93,6 +91,15 @@ class NewOptions:
             "-o",
         ),
     ] = None
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks. The devices of this machine are not counted."""
+        if self.ranks is not None or self.hardware is None or self.sweep:
+            return self.ranks or 1
+        from infinity.plan.hardware import load_hardware
+
+        return load_hardware(self.hardware).device.count
 
     @property
     def file(self) -> Path | None:
@@ -163,16 +170,16 @@ def _refuse(asked: NewOptions) -> None:
 
     if asked.full and (asked.rank is not None or asked.experts):
         raise ConfigError("expected --full, or --lora and --experts; got both. Leave one out")
-    if asked.sweep and (asked.full or asked.experts or asked.ranks > 1):
+    if asked.sweep and (asked.full or asked.experts or asked.num_ranks > 1):
         raise ConfigError(
             "--sweep is for adapters without experts, on one rank; leave it out, or "
             "--full, --experts and --ranks"
         )
     if any("rank" in table for table in _swept(asked)) and asked.rank is not None:
         raise ConfigError("expected --lora, or the ranks of --sweep; got both. Leave one out")
-    if asked.batch is not None and asked.batch % asked.ranks:
+    if asked.batch is not None and asked.batch % asked.num_ranks:
         raise ConfigError(
-            f"--batch {asked.batch}: expected a multiple of --ranks {asked.ranks}, because "
+            f"--batch {asked.batch}: expected a multiple of --ranks {asked.num_ranks}, because "
             "each rank has as many sequences of a step"
         )
     # Paths that lead nowhere are refused before torch is imported.
@@ -235,10 +242,10 @@ def _refuse_model(asked: NewOptions, directory: ModelDirectory) -> None:
 
 def _captioned(asked: NewOptions) -> DataFacts:
     """Returns the facts of the images of a pipeline of diffusers. Raises ConfigError as a run."""
-    if any((asked.sweep, asked.experts, asked.ranks > 1, not asked.data)):
+    if any((asked.sweep, asked.experts, not asked.data)):
         raise ConfigError(
-            f"{asked.directory}: for a pipeline of diffusers expected --data IMAGES, and none of "
-            "--sweep, --experts and --ranks"
+            f"{asked.directory}: for a pipeline of diffusers expected --data IMAGES, and neither "
+            "--sweep nor --experts"
         )
     from infinity.tools.plan.data_facts import CAPTIONED, DataFacts, sources_of
     from infinity.tools.training.latents import captioned_images
@@ -265,7 +272,7 @@ def _wish(asked: NewOptions, max_positions: int | None, data: DataFacts | None) 
         length=asked.sequence,
         sequences=asked.batch,
         passes=asked.epochs,
-        num_ranks=asked.ranks,
+        num_ranks=asked.num_ranks,
         is_here=asked.hardware is None,
         sweep=_swept(asked),
     )

@@ -95,7 +95,10 @@ class PlanOptions:
     examples: Annotated[
         str | None, opt("N", "Sequences of all data, such as 50k, to predict the whole run.")
     ] = None
-    ranks: Annotated[int, opt("N", "Ranks on the node that state is divided over.", min=1)] = 1
+    ranks: Annotated[
+        int | None,
+        opt("N", "Ranks on the node. Default: one for each device of --hardware.", min=1),
+    ] = None
     nodes: Annotated[int, opt("N", "Machines, each with --ranks.", min=1)] = 1
     overrides: Annotated[
         list[str] | None, opt("KEY=VALUE", "Replace one value of the file.", "--set")
@@ -171,7 +174,7 @@ def _refuse(asked: PlanOptions) -> None:
         )
     if asked.score and (asked.lora, asked.experts, asked.accumulation) != (None, False, None):
         raise ConfigError("--score trains nothing; leave out --lora, --experts and --accumulation")
-    if asked.score and (asked.ranks, asked.nodes, asked.write) != (1, 1, None):
+    if asked.score and (asked.ranks not in (None, 1) or asked.nodes > 1 or asked.write):
         raise ConfigError("--score is for one rank; leave out --ranks, --nodes and --write")
     if asked.data_tokens is not None and asked.examples is not None:
         raise ConfigError("expected --data-tokens or --examples, got both; leave one out")
@@ -283,11 +286,13 @@ def _predict(asked: PlanOptions) -> None:
     data = None if count is None else parse_count(count, "--data-tokens")
     if data is not None and asked.examples is not None:
         data *= batch.sequence_length
+    is_of_one_rank = asked.score or bool(config.adapters)
     has_second = not asked.by_name and not asked.score and has_reference(config)
     with sharing_budgets(config, has_second=has_second) as config:
         found = forecast(
             config, model, machine, batch,
-            num_ranks=asked.ranks, num_nodes=asked.nodes, shard_drives=drives,
+            num_ranks=asked.ranks or (1 if is_of_one_rank else machine.device.count),
+            num_nodes=asked.nodes, shard_drives=drives,
         )  # fmt: skip
     found = replace(found, data_tokens=data, other=on_other_drives(config, model, found))
     advice = advise(config, model, found)

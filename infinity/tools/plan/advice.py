@@ -35,8 +35,8 @@ def advise(config: SwapConfig, model: PlannedModel, base: Forecast) -> list[Advi
         other = _forecast_of(case, model, base)
         if other is None:
             continue  # An impossible change is no advice,
-        if len(other.warnings) > len(base.warnings):
-            continue  # nor is a batch whose activations do not fit.
+        if other.obstacles:
+            continue  # nor is a batch that does not fit.
         found.append(Advice(change, other.tokens_per_s / base.tokens_per_s))
     found += _tiles(config, model, base)
     return sorted(found, key=lambda advice: -advice.ratio)
