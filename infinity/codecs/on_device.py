@@ -30,6 +30,7 @@ from infinity.fused.decode import (
     launch_of,
     place_of,
 )
+from infinity.fused.launches import made_current
 from infinity.sizes import align_up
 
 trials = Trials()
@@ -297,11 +298,6 @@ def _trial_strides(shape: Shape) -> Iterator[tuple[int, ...]]:
     for row_stride, column_stride, gap in kinds:
         matrix_stride = max(rows * row_stride, columns * column_stride) + gap
         yield (matrix_stride, row_stride, column_stride)[-len(shape) :]
-
-
-def made_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a CUDA device the current one, as a launch needs it."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class DecodePlan:

@@ -18,8 +18,9 @@ _PROGRAM_NUMEL = 1024
 _NUM_COEFFICIENTS = 8
 
 
-def _made_current(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+def made_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a CUDA device the current one, as a launch needs it."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _as_bits(array: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,7 @@ def update_span_(
         array.view(torch.int16) if array.dtype is torch.bfloat16 else array
         for array in (weight, unused, gradient, first, second)
     ]
-    with _made_current(weight):
+    with made_current(weight.device):
         update_kernels.update[(-(-numel // _PROGRAM_NUMEL),)](
             *arrays, numel, grad_scale, *numbers, rule=rule, num_states=len(states),
             is_split=residual is not None, is_gradient_bf16=gradient.dtype is torch.bfloat16,
@@ -71,7 +72,7 @@ def mean_(out: torch.Tensor, rows: torch.Tensor) -> None:
     numel, (count, stride) = out.numel(), rows.shape
     if not numel:
         return
-    with _made_current(out):
+    with made_current(out.device):
         sum_kernels.mean[(-(-numel // _PROGRAM_NUMEL),)](
             out, _as_bits(rows), numel, stride, 1.0 / count, count=count, form=FORMS[rows.dtype],
             program_numel=_PROGRAM_NUMEL, num_warps=4,
@@ -97,7 +98,7 @@ def add_rows_(
 
     if not out.numel():
         return
-    with _made_current(out):
+    with made_current(out.device):
         sum_kernels.add_rows[(len(out), -(-out.shape[1] // _PROGRAM_NUMEL))](
             _as_bits(out), _as_bits(rows), by_token, ends, out.shape[1], form=FORMS[out.dtype],
             is_last_first=is_last_first, program_numel=_PROGRAM_NUMEL, num_warps=4,

@@ -8,7 +8,6 @@ and no pass reads them.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import logging
@@ -23,6 +22,7 @@ from torch import nn
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.config.paths import refuse_absent_model
 from infinity.config.schema.train import Purpose
+from infinity.config.values import nearest
 from infinity.errors import ConfigError, refusing
 from infinity.modules.reading.empty_weights import init_empty_weights
 
@@ -47,13 +47,13 @@ def config_of_table(table: dict[str, Any]) -> Any:
     try:
         default = AutoConfig.for_model(model_type)
     except ValueError:
-        near = _nearest(model_type, _model_types())
+        near = nearest(model_type, _model_types())
         raise ConfigError(
             f"model.config.model_type: transformers has no {model_type!r}"
             + (f"; did you mean {near!r}?" if near else "")
         ) from None
     for key in _unread_keys(options, default):
-        near = _nearest(key, sorted({*default.to_dict(), *default.attribute_map}))
+        near = nearest(key, sorted({*default.to_dict(), *default.attribute_map}))
         if near:
             raise ConfigError(
                 f"model.config.{key}: a {model_type} configuration has no such key; "
@@ -166,10 +166,6 @@ def _model_types() -> list[str]:
     from transformers import CONFIG_MAPPING
 
     return list(CONFIG_MAPPING.keys())
-
-
-def _nearest(word: str, known: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
 # -- A transformer of diffusers --------------------------------------------------------------------

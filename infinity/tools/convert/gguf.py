@@ -206,12 +206,8 @@ def _targets(model: Any, processor: Any, stored: Mapping[str, Any]) -> dict[str,
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     known = get_gguf_hf_weights_map(model, processor)
-    targets = {}
-    for name in stored:
-        target = known.get(name, known.get(name.removesuffix(".weight")))
-        if target is not None:
-            targets[name] = target
-    return targets
+    found = {name: known.get(name, known.get(name.removesuffix(".weight"))) for name in stored}
+    return {name: target for name, target in found.items() if target is not None}
 
 
 def _planned(
