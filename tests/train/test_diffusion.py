@@ -155,15 +155,18 @@ def targets(transformer: Any) -> list[str]:
 class Plain:
     """A loop as the training scripts of diffusers have it, with everything in memory."""
 
-    def __init__(self, directory: Path, adapter: bool, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype = dtype
+    def __init__(
+        self, directory: Path, adapter: bool, dtype: torch.dtype = torch.float32,
+        part: str = "transformer",
+    ) -> None:  # fmt: skip
+        self.dtype, self.part = dtype, part
         index = json.loads((directory / "model_index.json").read_text())
         without = {name: None for name, kind in index.items() if kind == [None, None]}
         self.pipe = getattr(diffusers, index["_class_name"]).from_pretrained(
             directory, dtype={"default": dtype, "vae": torch.float32}, **without
         )
         self.family = directory.name
-        self.transformer = aligned(self.pipe.transformer.train())
+        self.transformer = aligned(getattr(self.pipe, part).train())
         if adapter:
             self.transformer.requires_grad_(False)
             torch.manual_seed(5)
@@ -194,7 +197,7 @@ class Plain:
         """The distribution of latents, and what `encode_prompt` returns."""
         pipe, caption = self.pipe, image.with_suffix(".txt").read_text()
         processor = getattr(pipe, "image_processor", None) or pipe.video_processor
-        sides = SIDES[8 if self.family in ("qwen", "wan") else 4]
+        sides = SIDES[8 if self.family in ("qwen", "wan", "wan2") else 4]
         height, width = sides[int(image.stem)] if keeps_aspect else (SIDE, SIDE)
         pixels = processor.preprocess(Image.open(image), height, width, resize_mode="crop")
         if "latents_mean" in pipe.vae.config and pipe.vae.config.latents_mean is not None:
@@ -223,9 +226,14 @@ class Plain:
             parts.append((latents, noise, level))
         latents, noise, levels = (torch.cat(part) for part in zip(*parts, strict=True))
         scheduler = self.pipe.scheduler
-        if self.family == "wan":  # Sampled by another solver of the same flow.
+        if "wan" in self.family:  # Sampled by another solver of the same flow.
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-        chosen = (levels * scheduler.config.num_train_timesteps).long()
+        chosen = (levels * len(scheduler.timesteps)).long()
+        if self.family == "wan2":  # As the pipeline samples: t >= 0.8 * 1000 is the first's.
+            [noisy] = [n for n, t in enumerate(scheduler.timesteps) if t < 800][:1]
+            chosen = (levels * noisy).long()
+            if self.part == "transformer_2":
+                chosen = noisy + (levels * (1000 - noisy)).long()
         times = scheduler.timesteps[chosen]
         sigmas = scheduler.sigmas[chosen].view(-1, *[1] * (latents.dim() - 1))
         noisy = (1.0 - sigmas) * latents + sigmas * noise
@@ -310,7 +318,8 @@ def same(plain: Plain, output: Path) -> None:
             assert torch.equal(tensor, theirs[name]), name
         return
     want = peft.get_peft_model_state_dict(plain.transformer)
-    plain.pipe.load_lora_weights(output, adapter_name="trained")
+    into = {} if plain.part == "transformer" else {f"load_into_{plain.part}": True}
+    plain.pipe.load_lora_weights(output, adapter_name="trained", **into)
     found = peft.get_peft_model_state_dict(plain.transformer, adapter_name="trained")
     assert want.keys() == found.keys()
     for name, tensor in want.items():
@@ -333,6 +342,21 @@ def test_a_run_has_the_bits_of_the_plain_loop_wherever_state_lies(
         done = run_command("export", tmp_path / "output", tmp_path / "again")
         assert done.exit_code == 0, done.output
         same(plain, tmp_path / "again")
+
+
+@pytest.mark.parametrize(("part", "adapter", "place"), [
+    ("transformer", "", "nvme"), ("transformer_2", ADAPTER, "host"),
+])  # fmt: skip
+def test_each_transformer_of_wan_2_2_learns_its_noise_levels(
+    part: str, adapter: str, place: str, home: Path, tmp_path: Path, capsys: Any
+) -> None:
+    plain = Plain(home / "wan2", bool(adapter), part=part)
+    want = plain.run(home / "images")
+    file = job_of(tmp_path, home, "wan2", place, adapter) / "job.toml"
+    file.write_text(file.read_text().replace(str(home / "wan2"), str(home / "wan2" / part)))
+    assert train(tmp_path) == want
+    same(plain, tmp_path / "output")
+    assert ("load_into_transformer_2=True" in capsys.readouterr().out) == bool(adapter)
 
 
 @pytest.mark.parametrize(("adapter", "within"), [("", 0.02), (ADAPTER, 0.2)])

@@ -98,7 +98,6 @@ class Denoising:
                 f"model.path: {config.model.path} is a {own.get(CLASS_NAME)}; expected the "
                 f"{self.family.transformer} of a {name}"
             )
-        _refuse_parts(index, self._index)
         self._vae = table_of_file(self._path / "vae" / "config.json")
         side = own.get("pos_embed_max_size")  # Patches: 2 x 2 latents.
         self._most_pixels = side and side << len(self._vae["block_out_channels"])
@@ -111,6 +110,7 @@ class Denoising:
                 f"{num_images}"
             )
         self._scheduler = _scheduler(self._path / "scheduler" / "scheduler_config.json")
+        self._numbers = _numbers(index, self._index, config.model.path.name, self._scheduler)
 
     def _refuse_long(self, num_pixels: int, key: str) -> None:
         if self._most_pixels and num_pixels > self._most_pixels:
@@ -141,8 +141,10 @@ class Denoising:
         return found
 
     def sha256(self) -> str:
-        """Returns a digest of the numbers of VAE and scheduler, on which the loss depends."""
-        names = ("vae/config.json", "scheduler/scheduler_config.json")
+        """Returns a digest of the numbers of VAE and scheduler, on which the loss depends, and of
+        the boundary between two transformers."""
+        names = ["vae/config.json", "scheduler/scheduler_config.json"]
+        names += ["model_index.json"] * (len(self._numbers) < len(self._scheduler.timesteps))
         return sha256_of(*(self._path / name for name in names))
 
     @contextmanager
@@ -211,8 +213,8 @@ class Denoising:
             )
         ]
         latents, noise, levels = (torch.cat(parts) for parts in zip(*drawn, strict=True))
-        count = self._scheduler.config.num_train_timesteps
-        number = (levels * count).long().clamp(0, count - 1)  # A level may round to 1.
+        first, count = self._numbers[0], len(self._numbers)
+        number = first + (levels * count).long().clamp(0, count - 1)  # A level may round to 1.
         times = self._scheduler.timesteps[number].to(device)
         sigmas = self._scheduler.sigmas[number].to(device).view(-1, *[1] * (latents.dim() - 1))
         noisy = (1.0 - sigmas) * latents + sigmas * noise
@@ -290,14 +292,28 @@ def _scheduler(file: Path) -> Any:
     return kind.from_config(table)
 
 
-def _refuse_parts(index: Path, table: dict[str, Any]) -> None:
-    """Raises ConfigError for a pipeline of Wan 2.2, whose two transformers have noise levels of
-    their own, or whose rows have several levels."""
-    if (table.get("transformer_2") or [None])[0] or table.get("expand_timesteps"):
+def _numbers(index: Path, table: dict[str, Any], part: str, scheduler: Any) -> range:
+    """Returns the numbers of the noise levels that a transformer sees, from the most noise to none:
+    all, or those on its side of the boundary between two (Wan 2.2). Raises ConfigError."""
+    if table.get("expand_timesteps"):
         raise ConfigError(
-            f"model.path: {index} has a second transformer or several noise levels in one image "
-            "(Wan 2.2); expected a pipeline with one transformer and one level (Wan 2.1)"
+            f"model.path: {index} has several noise levels in one image (Wan 2.2 TI2V); expected a "
+            "pipeline with one"
         )
+    count = len(scheduler.timesteps)
+    if not (table.get("transformer_2") or [None])[0]:
+        return range(count)
+    boundary, found = table.get("boundary_ratio"), range(0)
+    if isinstance(boundary, float):
+        least = boundary * scheduler.config.num_train_timesteps
+        noisy = int((scheduler.timesteps >= least).sum())
+        found = range(noisy, count) if part == "transformer_2" else range(noisy)
+    if not found:
+        raise ConfigError(
+            f"model.path: boundary_ratio of {index}: expected a number between 0 and 1, the noise "
+            f"level at which transformer_2 takes over; got {boundary}"
+        )
+    return found
 
 
 # -- Families --------------------------------------------------------------------------------------

@@ -39,7 +39,11 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
     base = quote(str(config.model.path))
     if summary.export_directory and config.train.diffusion is not None:
         call = "load_lora_weights" if config.adapter else "transformer.from_pretrained"
-        found.append((f"pipeline.{call}({str(config.output.directory)!r})", "in diffusers"))
+        options, part = repr(str(config.output.directory)), "transformer_2"
+        if config.model.path is not None and config.model.path.name == part:
+            call = call.replace("transformer", part)
+            options += f", load_into_{part}=True" * bool(config.adapter)
+        found.append((f"pipeline.{call}({options})", "in diffusers"))
     elif summary.export_directory and config.train.embed is not None:
         found.append((f"SentenceTransformer({str(config.output.directory)!r})", "in Python"))
     elif summary.export_directory:

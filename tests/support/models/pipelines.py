@@ -75,11 +75,15 @@ def sd3(directory: Path) -> Path:
     return saved(diffusers.StableDiffusion3Pipeline(*parts), directory)
 
 
-def wan(directory: Path) -> Path:
-    transformer = diffusers.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
-        text_dim=WIDTH, freq_dim=16, ffn_dim=32, num_layers=2, rope_max_seq_len=32,
-    )  # fmt: skip
+def wan(directory: Path, boundary: float | None = None) -> Path:
+    """Wan 2.1, or with a boundary 2.2, which has two transformers."""
+    transformers = [
+        diffusers.WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
+            text_dim=WIDTH, freq_dim=16, ffn_dim=32, num_layers=2, rope_max_seq_len=32,
+        )
+        for _ in range(1 if boundary is None else 2)
+    ]  # fmt: skip
     encoder = diffusers.AutoencoderKLWan(
         **FILM, base_dim=4, scale_factor_spatial=4, scale_factor_temporal=2
     )
@@ -87,8 +91,12 @@ def wan(directory: Path) -> Path:
     scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
-    parts = (tokenizer, text, encoder, scheduler, transformer)
-    return saved(diffusers.WanPipeline(*parts), directory)
+    parts = (tokenizer, text, encoder, scheduler, *transformers)
+    return saved(diffusers.WanPipeline(*parts, boundary_ratio=boundary), directory)
+
+
+def wan2(directory: Path) -> Path:
+    return wan(directory, 0.8)
 
 
 def qwen(directory: Path) -> Path:
@@ -124,7 +132,7 @@ def saved(pipeline: Any, directory: Path) -> Path:
     return directory
 
 
-MAKERS = {"flux": flux, "sd3": sd3, "wan": wan, "qwen": qwen}
+MAKERS = {"flux": flux, "sd3": sd3, "wan": wan, "wan2": wan2, "qwen": qwen}
 
 
 def pipeline(family: str, directory: Path) -> Path:
