@@ -318,17 +318,16 @@ def _both_ways(
 
 def _median_s(work: Callable[[], object]) -> float:
     """Returns the median time of one call, after a first call that is not counted; at least three
-    calls, and 0.3 s in all. A call of more than a second is the only one."""
-    start_s = time.perf_counter()
+    calls, and 0.3 s in all. A call of more than a second is the last one."""
     work()
-    if (first_s := time.perf_counter() - start_s) > _LONG_S:
-        return first_s
     spent: list[float] = []
     while len(spent) < _NUM_ROUNDS or sum(spent) < _LEAST_S:
         start_s = time.perf_counter()
         work()
         spent.append(time.perf_counter() - start_s)
-    return statistics.median(spent)
+        if spent[-1] > _LONG_S:
+            break
+    return statistics.median_low(spent)
 
 
 _COPY_NBYTES = 64 * MIB
