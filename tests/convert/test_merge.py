@@ -169,6 +169,7 @@ def test_a_base_of_another_writer_is_kept_under_its_names(tmp_path, codec) -> No
     write_decoded(base, tmp_path / "decoded")
     adapt(tmp_path / "decoded", adapter, target_modules=["q_proj"])
     expected = merged_in_memory(tmp_path / "decoded", adapter, tmp_path / "expected")
+    (base / "config.json").write_text(json.dumps(read_config(base) | {"dtype": "float8_e4m3fn"}))
     assert_equal(merge(base, adapter, tmp_path / "out"), expected)
     assert not {"quantization", "quantization_config"} & read_config(tmp_path / "out").keys()
     merge(base, adapter, tmp_path / "kept", to="keep")

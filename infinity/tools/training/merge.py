@@ -31,6 +31,7 @@ from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.codecs import Plain
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.fused.launches import FORMS
 from infinity.modules.reading.configuration import auto_class, config_of_directory, empty_model
 from infinity.modules.reading.dtypes import names_kept_wide
 from infinity.tools.convert.quantize import plain, without_quantisation
@@ -114,7 +115,9 @@ def read_changes(
     where, kind = str(base / "config.json"), None
     if (num_labels := num_labels_of(adapter)) is not None:
         config.num_labels, kind = num_labels, auto_class(config, where, purpose="scores sequences")
-    model = empty_model(config, config.dtype or torch.float32, where, kind=kind)
+    # Some configurations name the dtype of codes.
+    dtype = config.dtype if config.dtype in FORMS else torch.float32
+    model = empty_model(config, dtype, where, kind=kind)
     tied: dict[int, list[str]] = {}  # The names of each parameter.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
