@@ -430,7 +430,7 @@ def _check_agreement(kinds: Iterable[LinkedKind]) -> None:
     orders: dict[str, LinkedTensor] = {}
     places: dict[tuple[str, int], int] = {}
     for entry in kinds:
-        is_state = entry.state_kind != "parameters"
+        is_state, has_scales = entry.state_kind != "parameters", _has_scales(entry)
         for tensor in entry.tensors:
             ending = tensor.name.rpartition(".")[2]
             if is_state and ending.startswith("scales"):
@@ -438,7 +438,7 @@ def _check_agreement(kinds: Iterable[LinkedKind]) -> None:
             name = tensor.name.rpartition(".")[0] if is_state else tensor.name
             first = orders.setdefault(name, tensor)
             place = tensor.offset_nbytes // _size_of(tensor)
-            if is_state and not _has_scales(entry):
+            if is_state and not has_scales:
                 place -= places.setdefault((name, tensor.start), place)
             else:
                 place = 0
@@ -488,7 +488,8 @@ class LinkedState:
         self._path = path
         self.kinds = tuple(kinds)
         starts = accumulate((entry.nbytes // PAGE_NBYTES for entry in kinds), initial=0)
-        self._first_pages = dict(zip(self.kinds, starts, strict=False))
+        # By id: a hash of a kind is one of all its tensors.
+        self._first_pages = dict(zip(map(id, self.kinds), starts, strict=False))
         num_pages = sum(entry.nbytes for entry in kinds) // PAGE_NBYTES
         nbytes = length_of(path / CHECKSUMS_NAME)
         if nbytes != num_pages * CHECKSUM_NBYTES:
@@ -502,7 +503,7 @@ class LinkedState:
 
     def checksums_of(self, entry: LinkedKind) -> bytes:
         """Returns the CRC32C of every page of a state kind, 4 bytes each."""
-        return self._checksums(self._first_pages[entry], entry.nbytes // PAGE_NBYTES)
+        return self._checksums(self._first_pages[id(entry)], entry.nbytes // PAGE_NBYTES)
 
     def _checksums(self, first: int, count: int) -> bytes:
         path = self._path / CHECKSUMS_NAME
@@ -539,7 +540,7 @@ class LinkedState:
             run, start = entry.runs[index], ends[index] - entry.runs[index].nbytes
             low = align_down(offset_nbytes, PAGE_NBYTES)
             high = min(align_up(end_nbytes, PAGE_NBYTES), ends[index], low + BUFFER_NBYTES)
-            page = self._first_pages[entry] + low // PAGE_NBYTES
+            page = self._first_pages[id(entry)] + low // PAGE_NBYTES
             count = (high - low) // PAGE_NBYTES
             view = reader.read(
                 self._path / run.path,
