@@ -104,8 +104,8 @@ def refuse_changed(identity: ShardIdentity, *, is_open: bool = False) -> None:
     changed = None if is_open else difference(identity)
     if changed is not None:
         detail = (
-            f"{changed} since the checkpoint was opened. Frozen weights rest in this file: "
-            "put the original back, or start again from the changed one"
+            f"{changed} since the checkpoint was opened. Weights of the model come from this "
+            "file: put the original back, or start again from the changed one"
         )
         raise corrupt(identity.path, detail, code=errno.ESTALE)
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from infinity.checkpoint import weight_source
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.config import SwapConfig
 from infinity.errors import CorruptionError, InfinityError, StorageError
@@ -74,6 +75,24 @@ def test_a_file_whose_header_grew_beyond_all_bounds_is_not_the_known_one(tmp_pat
         file.write_bytes(struct.pack("<Q", length) + content[8:])
         with pytest.raises(CorruptionError, match=r"model\.safetensors.*header should have"):
             SafetensorsReader(file, known=known)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_file_that_is_written_between_two_reads_is_refused(tmp_path, monkeypatch, is_open):
+    """Its header is as it was. Another working directory is no other file."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(8)}, file)
+    monkeypatch.chdir(tmp_path)
+    source = weight_source("model.safetensors")
+    monkeypatch.chdir("/")
+    assert torch.equal(source.read("a"), torch.ones(8))
+    if not is_open:
+        source.close()
+    save_file({"a": torch.zeros(8)}, file)
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(CorruptionError, match="was modified since the checkpoint was opened"):
+        source.read("a")
+    source.close()
 
 
 @pytest.mark.parametrize("mode", ["EIO", "short"])

@@ -30,7 +30,7 @@ from infinity.codecs.found import LogicalTensor
 from infinity.codecs.part import Decoder
 from infinity.errors import ConfigError, CorruptionError, corrupt, listed, refusing, reporting
 from infinity.storage.protocol import FileRange
-from infinity.storage.shards import ShardIdentity
+from infinity.storage.shards import ShardIdentity, refuse_changed
 
 _log = logging.getLogger("infinity")
 
@@ -170,14 +170,11 @@ class WeightTensors:
         return rows
 
     def _opened(self, name: str) -> SafetensorsReader:
-        path = self._files[name]
-        file = str(path)
-        if self._reader is None or self._reader.path != file:
+        header = self._headers[self._files[name]]
+        if self._reader is None or self._reader.path != header.identity.path:
             self.close()
-            self._reader = SafetensorsReader(path, known=self._headers[path])
-        if self._reader.tensors.get(name) != self._infos[name]:
-            detail = f"the place of tensor {name!r} changed since the checkpoint was opened"
-            raise corrupt(file, detail, code=errno.ESTALE)
+            self._reader = SafetensorsReader(header.identity.path, known=header)
+        refuse_changed(header.identity)
         return self._reader
 
     def close(self) -> None:
