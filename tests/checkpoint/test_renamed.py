@@ -19,10 +19,11 @@ from .harness import Run, durable, has_state, is_intact, is_linked, run
 
 
 @contextmanager
-def saving(tmp_path: Path, keep: int = 2) -> Iterator[tuple[Run, Path]]:
+def saving(tmp_path: Path, keep: int = 2, **options: Any) -> Iterator[tuple[Run, Path]]:
     """A run of two steps, and its directory of checkpoints."""
     checkpoints = tmp_path / "checkpoints"
-    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=keep)) as each:
+    section = durable(checkpoints, keep=keep, **options)
+    with run("bf16", tmp_path / "swap", checkpoint=section) as each:
         each.steps(0, 2)
         yield each, checkpoints
 
@@ -112,12 +113,14 @@ def test_a_checkpoint_that_cannot_be_examined_is_not_gone(
         assert is_intact(path)
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize(("keep", "is_commit"), [(1, False), (2, False), (2, True)])
 def test_a_copy_by_hard_links_stays_intact_when_the_original_is_pruned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: int, is_commit: bool
 ) -> None:
-    with saving(tmp_path, keep) as (each, checkpoints):
-        backup = copy_by_links(each.save(checkpoints, keep=keep), tmp_path / "backup")
+    durability = "step" if is_commit else "checkpoint"
+    with saving(tmp_path, keep, durability=durability) as (each, checkpoints):
+        path = each.commit() if is_commit else each.save(checkpoints, keep=keep)
+        backup = copy_by_links(path, tmp_path / "backup")
         with caplog.at_level(logging.WARNING, "infinity"):
             go_on(each, checkpoints, range(2, 8), backup, keep=keep)
         assert [r for r in caplog.records if "copy by hard links" in r.message]

@@ -307,12 +307,14 @@ def _check_ranks(engine: Engine) -> None:
 
 
 def _own_commits(engine: Engine, commits: Path | None) -> list[str]:
-    """Returns the labels of the commits that this run has made and not removed."""
+    """Returns the labels of the commits that this run has made and not removed. The content of one
+    that was removed stays frozen if somebody has a copy by hard links."""
     volume = engine.store.volume
     if volume is None or commits is None:
         return []
     parent = label_of(commits)
-    return [f.label for f in volume.frozen if os.path.dirname(f.label) == parent]
+    labels = [f.label for f in volume.frozen if os.path.dirname(f.label) == parent]
+    return list(filter(os.path.lexists, labels))
 
 
 def _write_checkpoint(
