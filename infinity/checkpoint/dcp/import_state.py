@@ -23,19 +23,14 @@ from torch.distributed.checkpoint.metadata import (
 from infinity.checkpoint.dcp import in_one_process
 from infinity.checkpoint.dcp.export_state import defaults_of_torch
 from infinity.checkpoint.huggingface.import_weights import refuse_codes
-from infinity.checkpoint.run.contents import (
-    StateTensor,
-    is_row_major,
-    kept_tensors,
-    put_buffer,
-)
+from infinity.checkpoint.run.contents import StateTensor, kept_tensors, put_buffer
 from infinity.checkpoint.run.load import fill_state_kind
 from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, StorageError, UnsupportedError, corrupt, listed
 from infinity.optimizers.offloaded import OffloadedOptimizer
-from infinity.state.units import StateKind, TensorSpec, moments_of
+from infinity.state.units import StateKind, moments_of
 from infinity.streaming.gradients.sums import in_memory_order
 
 _NAME = "infinity.checkpoint.import_dcp"
@@ -92,7 +87,7 @@ def _load_moments(state: StateAccess, read: Callable[[str, str], torch.Tensor | 
         nonlocal last
         if last is None or last[0] is not tensor:
             value = read(tensor.spec.name, tensor.state_kind.value)
-            last = tensor, None if value is None else _flat(value, tensor.full)
+            last = tensor, None if value is None else in_memory_order(value, tensor.full)
         start += tensor.start
         if last[1] is None:
             target.zero_()
@@ -102,10 +97,6 @@ def _load_moments(state: StateAccess, read: Callable[[str, str], torch.Tensor | 
     for unit, tensors in kept_tensors(state):
         for state_kind in unit.moments.kinds:
             fill_state_kind(state, unit, state_kind, tensors, fill)
-
-
-def _flat(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    return value.reshape(-1) if is_row_major(spec) else in_memory_order(value, spec)
 
 
 class _Directory:
@@ -174,17 +165,16 @@ class _Directory:
         else:
             self._refuse_names(wanted)
         self.model_prefix = prefix
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        dtypes = {name: p.dtype for name, p in model.named_parameters()}
-        found = {}
+        parameters, found = dict(model.named_parameters()), {}
         for first, key in keys.items():
             assert key is not None
-            self._check_shape(key, shapes[first], first)
+            shape = tuple(parameters[first].shape)
+            self._check_shape(key, shape, first)
             dtype = self._items[key].properties.dtype  # type: ignore[union-attr]
-            refuse_codes(self.path, first, dtypes[first], [(key, dtype)])
+            refuse_codes(self.path, first, parameters[first].dtype, [(key, dtype)])
             master = f"master.{first}"
             found[first] = master if self._is_tensor(master) else key
-            self._check_shape(found[first], shapes[first], first)
+            self._check_shape(found[first], shape, first)
         return found
 
     def find_buffers(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
