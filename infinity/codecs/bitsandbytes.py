@@ -19,7 +19,7 @@ from infinity.bounded import (
 )
 from infinity.codecs.affine import AffineGroups
 from infinity.codecs.found import FoundTensors, Scheme, no_codec
-from infinity.codecs.part import ITEM_NBYTES, Shape, StoredPart
+from infinity.codecs.part import Shape, StoredPart
 from infinity.codecs.tables import STATE_SUFFIX, TableBlocks
 
 _KINDS = ("nf4", "fp4")
@@ -58,7 +58,7 @@ def _find(found: FoundTensors) -> None:
         codes, *others = codec.parts(shape)
         stored, packed = found.headers.get(name, ("", ()))
         as_stored = StoredPart("", stored, packed)
-        if stored in ITEM_NBYTES and as_stored.nbytes == codes.nbytes:
+        if as_stored.nbytes == codes.nbytes:
             codes = as_stored  # bnb_4bit_quant_storage: the same bytes under another dtype.
         names = [f"{name}{part.suffix}" for part in (codes, *others)]
         found.add(name, codec, shape, names, parts=(codes, *others), aside=(state,))

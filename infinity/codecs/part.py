@@ -14,14 +14,15 @@ from infinity.errors import ConfigError
 
 Shape = tuple[int, ...]
 
-# Bytes per element, by the names that safetensors gives to dtypes. F4 packs two elements in a byte,
-# so no part has it: the files here store such codes as U8 or I8.
-ITEM_NBYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
-    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4,
-    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+# By the names that safetensors gives to dtypes. F4 packs two elements in a byte, so no part has it:
+# the files here store such codes as U8 or I8.
+STORED_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16,
+    "I16": torch.int16, "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64,
+    "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,8 +43,9 @@ class StoredPart:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor, without padding."""
-        return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
+        """The bytes of the tensor, without padding; 0 of a dtype that no codec stores."""
+        dtype = STORED_DTYPES.get(self.dtype)
+        return 0 if dtype is None else math.prod(self.shape) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)

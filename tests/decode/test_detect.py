@@ -665,6 +665,8 @@ def test_small_tensors_of_hqq_say_how_a_weight_is_stored() -> None:
     assert find_hqq(down, axis=0).codec == AffineGroups(64, "F16", 4, "HQQ_DOWN", True)
     with pytest.raises(ConfigError, match="'a.W_q' is quantized by HQQ with nbits=3"):
         find_hqq(nbits=3)
+    with pytest.raises(ConfigError, match="'a.W_q' is F6_E2M3"):
+        find_hqq(HQQ_HEADERS | {"a.W_q": ("F6_E2M3", HQQ_HEADERS["a.W_q"][1])})
     with pytest.raises(ConfigError, match="'a.zero' is missing"):
         find_hqq({name: fact for name, fact in HQQ_HEADERS.items() if name != "a.zero"})
 

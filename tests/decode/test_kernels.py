@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from infinity.codecs import AffineGroups, Codec, FloatBlocks, TableBlocks, mxfp4, nvfp4, rounding
 from infinity.codecs import native as native_module
 from infinity.codecs.affine import ggml
-from infinity.codecs.part import ITEM_NBYTES
+from infinity.codecs.part import STORED_DTYPES
 from infinity.codecs.rounding import store
 from infinity.config import machine
 from infinity.errors import UnsupportedError
@@ -213,7 +213,7 @@ EDGES = {
 
 
 def scale_bytes(dtype: str) -> list[bytes]:
-    return [edge.to_bytes(ITEM_NBYTES[dtype], "little") for edge in EDGES[dtype]]
+    return [edge.to_bytes(STORED_DTYPES[dtype].itemsize, "little") for edge in EDGES[dtype]]
 
 
 def expected_bits(values: list[float], dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from infinity.bounded import (
     text_of,
 )
 from infinity.checkpoint.durable import TRANSFER_NBYTES, partial_of, reserve_space
-from infinity.codecs.plain import STORED_DTYPES
+from infinity.codecs.part import STORED_DTYPES
 from infinity.errors import UnsupportedError, corrupt, reporting
 from infinity.sizes import MIB
 from infinity.storage.checksums import read_into
@@ -56,11 +56,6 @@ _FORMAT_DTYPES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name of a dtype in a header."""
     return _FORMAT_DTYPES[dtype]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype with this name in a header. Raises KeyError for an unknown name."""
-    return STORED_DTYPES[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,9 +181,8 @@ class SafetensorsReader(Closing):
         assert self._fd is not None, f"{self.path} is closed"
         info = self.tensors[name]
         content = bytearray(min(nbytes, info.nbytes))
-        if read_into(self._fd, memoryview(content), info.offset_nbytes, path=self.path) < len(
-            content
-        ):
+        done = read_into(self._fd, memoryview(content), info.offset_nbytes, path=self.path)
+        if done < len(content):
             raise corrupt(self.path, f"the file ends inside tensor {name!r}")
         return bytes(content)
 
@@ -228,7 +222,8 @@ class SafetensorsWriter(Closing):
         with reporting("create", self.partial_path):
             self._fd: int | None = os.open(self.partial_path, flags, mode)
         try:
-            self._reserve(self.file_nbytes)
+            with reporting("allocate", self.partial_path, 0, self.file_nbytes):
+                reserve_space(self._fd, self.file_nbytes)
             self._write(memoryview(self.header), 0)
         except BaseException:
             self.close()
@@ -295,11 +290,6 @@ class SafetensorsWriter(Closing):
             with contextlib.suppress(OSError):  # The first error is on its way.
                 self.partial_path.unlink()
 
-    def _reserve(self, file_nbytes: int) -> None:
-        assert self._fd is not None
-        with reporting("allocate", self.partial_path, 0, file_nbytes):
-            reserve_space(self._fd, file_nbytes)
-
     def _write(self, view: memoryview, offset_nbytes: int) -> None:
         assert self._fd is not None, f"{self.path} is closed"
         done = 0
@@ -341,14 +331,11 @@ def _plan_header(
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     data_start = _LENGTH_NBYTES + len(header)
-    placed: dict[str, TensorInfo] = {}
-    offset = data_start
-    for info in ordered:
-        placed[info.name] = TensorInfo(
-            name=info.name, dtype=info.dtype, shape=info.shape, offset_nbytes=offset
-        )
-        offset += info.nbytes
-    return struct.pack("<Q", len(header)) + header, placed, offset
+    placed = {
+        info.name: replace(info, offset_nbytes=data_start + entries[info.name]["data_offsets"][0])
+        for info in ordered
+    }
+    return struct.pack("<Q", len(header)) + header, placed, data_start + begin
 
 
 def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:

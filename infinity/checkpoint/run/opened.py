@@ -22,7 +22,6 @@ from torch import nn
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsReader,
     TensorInfo,
-    dtype_of,
     tensor_bytes,
 )
 from infinity.checkpoint.run.contents import (
@@ -49,6 +48,7 @@ from infinity.checkpoint.run.format import (
     overlaps,
 )
 from infinity.checkpoint.run.references import check_reference, check_reference_files
+from infinity.codecs.part import STORED_DTYPES
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, StorageError, UnsupportedError, corrupt, listed
 from infinity.state.tiles import name_of_tiled, number_of_tile
@@ -468,7 +468,7 @@ def _in_pages(parts: tuple[Part, ...]) -> SavedTensor:
     """Returns the tensor that these are all parts of. Raises UnsupportedError."""
     _, entry, facts = parts[0]
     try:
-        info = TensorInfo(name=facts.name, dtype=dtype_of(facts.dtype), shape=facts.shape)
+        info = TensorInfo(name=facts.name, dtype=STORED_DTYPES[facts.dtype], shape=facts.shape)
     except KeyError:
         raise UnsupportedError(
             f"{facts.name!r} of the checkpoint has dtype {facts.dtype}, which is not known here: "

@@ -19,15 +19,11 @@ import torch
 
 from infinity.checkpoint.durable import check_space, new_directory, sync_file
 from infinity.checkpoint.huggingface.import_weights import WeightSource
-from infinity.checkpoint.huggingface.safetensors_file import (
-    SafetensorsWriter,
-    TensorInfo,
-    dtype_of,
-)
+from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter, TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, SINGLE_NAME
 from infinity.codecs import AffineGroups, TableBlocks
 from infinity.codecs.detect import DECLARING_FILES
-from infinity.codecs.part import Codec, Shape
+from infinity.codecs.part import STORED_DTYPES, Codec, Shape
 from infinity.codecs.tables import STATE_SUFFIX
 from infinity.config.paths import RUN_NAMES
 from infinity.errors import ConfigError, reporting
@@ -110,7 +106,7 @@ def as_codes(name: str, shape: Shape, codec: Codec, make: Make) -> PlannedTensor
     Raises ConfigError for a shape that the format cannot store.
     """
     infos = [
-        TensorInfo(name=name + part.suffix, dtype=dtype_of(part.dtype), shape=part.shape)
+        TensorInfo(name=name + part.suffix, dtype=STORED_DTYPES[part.dtype], shape=part.shape)
         for part in codec.parts(shape)
     ]
     aside = _aside_infos(name, shape, codec)
