@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -104,6 +106,45 @@ def test_a_host_alone_draws_as_before() -> None:
         torch.manual_seed(seed)
         expected.append(float(torch.rand(())))
     assert drawn == expected
+
+
+@given(st.lists(st.sampled_from(["normal", "uniform", "seed", "back", "kept"])))
+def test_the_state_of_python_says_what_was_drawn_and_is_put_back_whole(steps: list[str]) -> None:
+    """A normal number is drawn with a second one; the state differs where Python's own does."""
+    generators = Random(torch.device("cpu"))
+    drawn: dict[str, Callable[[], Any]] = {
+        "normal": partial(random.gauss, 0, 1),
+        "uniform": random.random,
+    }
+    drawn["seed"] = partial(random.seed, 3)
+    kept = generators.state()[0], random.getstate()
+    for step in steps:
+        if step == "back":
+            generators.set([kept[0], *generators.state()[1:]])
+            assert random.getstate() == kept[1]
+        elif step == "kept":
+            kept = generators.state()[0], random.getstate()
+        else:
+            drawn[step]()
+        assert is_alike(generators.state()[0], kept[0]) is (random.getstate() == kept[1])
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_the_words_of_python_are_copied_where_they_are_known(
+    is_other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(random.Random):
+        pass
+
+    own = Other(3) if is_other else random.Random(3)
+    monkeypatch.setattr(random, "getstate", own.getstate)
+    monkeypatch.setattr(random, "setstate", own.setstate)
+    generators = Random(torch.device("cpu"))
+    state = generators.state()
+    assert isinstance(state[0][0], bytes) is not is_other
+    drawn = own.gauss(0, 1)
+    generators.set(state)
+    assert own.gauss(0, 1) == drawn
 
 
 @given(st.lists(st.sampled_from(["normal", "uniform", "back", "seed", "kept", "other"])))

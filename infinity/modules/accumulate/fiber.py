@@ -19,6 +19,7 @@ import os
 import random
 import sys
 import threading
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +39,7 @@ from infinity.modules.autograd.threads import in_same_modes, process_flags
 
 # Libraries keep settings of a thread in variables of their own when they are first asked (decimal).
 _PLAIN_VALUES = (bool, int, float, str, list, tuple, dict, set, torch.Tensor)
-_NUM_WORDS = 625  # Of `struct mt19937_state` of NumPy.
+_NUM_WORDS = 625  # Of a Mersenne Twister of NumPy (key, place) and of Python (place, key).
 
 
 class _Thread:
@@ -210,6 +211,33 @@ class Fiber:
         self.records.clear()
 
 
+class _OfPython:
+    """Python's generator. `random.getstate` and `setstate` make and read 625 numbers, so its words
+    are copied as memory, if they are where CPython has them. The other part of the state is a kept
+    normal number."""
+
+    def __init__(self) -> None:
+        self._generator: Any = getattr(random.getstate, "__self__", None)
+        self._address = id(self._generator) + object.__basicsize__
+        *key, place = random.getstate()[1]
+        words = array("I", [place, *key]).tobytes()
+        is_inside = random.Random.__basicsize__ >= object.__basicsize__ + len(words)
+        is_plain = type(self._generator) is random.Random
+        self._is_copied = is_plain and is_inside and _words_at(self._address) == words
+
+    def state(self) -> Any:
+        if not self._is_copied:
+            return random.getstate()
+        return _words_at(self._address), self._generator.gauss_next
+
+    def set(self, state: Any) -> None:
+        if self._is_copied:
+            words, self._generator.gauss_next = state
+            ctypes.memmove(self._address, words, _NUM_WORDS * 4)
+        else:
+            random.setstate(state)
+
+
 class _OfNumpy:
     """NumPy's generator. `numpy.random.get_state` and `set_state` take 30 us each, and each block
     of each micro-batch calls them, so the words of the generator are compared and copied as memory.
@@ -222,16 +250,13 @@ class _OfNumpy:
         self._address = self._generator.ctypes.state_address
         self._known: tuple[bytes, Any] = b"", None  # The words and the state, as last read or set.
         words = _words_of(numpy.random.get_state())
-        self._is_copied = words != b"" and self._words() == words
-
-    def _words(self) -> bytes:
-        return ctypes.string_at(self._address, _NUM_WORDS * 4)
+        self._is_copied = words != b"" and _words_at(self._address) == words
 
     def _is_known(self) -> bool:
         """Whether nothing was drawn since the state was read or set."""
         words, state = self._known
         is_same = self._is_copied and _generator_of_numpy() is self._generator
-        return is_same and state is not None and not state[3] and self._words() == words
+        return is_same and state is not None and not state[3] and _words_at(self._address) == words
 
     def state(self) -> Any:
         if not self._is_known():
@@ -252,6 +277,10 @@ class _OfNumpy:
 _generator_of_numpy: Callable[[], Any] = vars(numpy.random)["get_bit_generator"]
 
 
+def _words_at(address: int) -> bytes:
+    return ctypes.string_at(address, _NUM_WORDS * 4)
+
+
 def _words_of(state: Any) -> bytes:
     """Returns what `struct mt19937_state` of NumPy holds: the key and the place in it. Empty for
     another generator (`numpy.random.set_bit_generator`), whose state is a dict."""
@@ -268,18 +297,18 @@ class Random:
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else torch.get_device_module(device.type)
         self._index = torch.device(device.type) if device.index is None else device
-        self._of_numpy = _OfNumpy()
+        self._of_python, self._of_numpy = _OfPython(), _OfNumpy()
 
     def state(self) -> list[Any]:
         """Returns the states of all generators."""
-        states = [random.getstate(), self._of_numpy.state(), torch.get_rng_state()]
+        states = [self._of_python.state(), self._of_numpy.state(), torch.get_rng_state()]
         if self._device is not None:
             states.append(self._device.get_rng_state(self._index))
         return states
 
     def set(self, states: list[Any]) -> None:
         """Sets states from `state`."""
-        random.setstate(states[0])
+        self._of_python.set(states[0])
         self._of_numpy.set(states[1])
         torch.set_rng_state(states[2])
         if self._device is not None:
