@@ -174,7 +174,7 @@ def refuse_interleaved(call: BlockCall, called: list[RunningBlock], *, stops: bo
     """Refuses state that a block has changed where micro-batches do not pass the block one after
     the other. called: the blocks that the micro-batch has called. `stops`: they stop inside it."""
     (attributes, cells), block = call.before, call.block
-    shared = next((name for owner, name in attributes if owner in block.state.known), None)
+    shared = next((name for owner, name in attributes if block.state.passes_by(owner)), None)
     names = (*(cell.what() for cell in cells[:1]), *(name for _, name in attributes))
     block.changes = shared or block.changes or next(iter(names), None)
     if block.changes is None:

@@ -18,7 +18,7 @@ import random
 import threading
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ _GENERATORS = (
     torch.Generator, random.Random, numpy.random.RandomState, numpy.random.Generator,
 )  # fmt: skip
 _ARRAYS = (torch.Tensor, numpy.ndarray)
+_CONTAINERS = frozenset({dict, list, set, deque})
 _MOST_ELEMENTS = 4096
 _MOST_OBJECTS = 20_000
 # What torch itself keeps in a module.
@@ -56,13 +57,13 @@ class Changeable(NamedTuple):
     label: str
     owner: Any
     before: Any
-    places: list[tuple[Any, Any]]
+    places: Sequence[tuple[Any, Any]]
 
     def is_changed(self, proof: Proof, *, is_assumed: bool = True) -> bool:
         """Whether the object holds something else now. is_assumed: a tensor that was once written
         through `.data` is written again, where a comparison would wait for the device."""
         if not isinstance(self.owner, torch.Tensor):
-            is_plain = type(self.owner) in (dict, list, set, deque)
+            is_plain = type(self.owner) in _CONTAINERS
             return not is_alike(self.owner if is_plain else _read(self.owner), self.before)
         version, clone = self.before
         if version != _version(self.owner):
@@ -101,6 +102,37 @@ class _Names(NamedTuple):
     names: set[str]
 
 
+class _Look:
+    """What was found at one look. Containers, versions and numbers of tokens are compared together:
+    as a rule none has changed. `==` of two lists asks the same as that of their elements."""
+
+    def __init__(self, cells: list[Changeable]) -> None:
+        self.cells = cells
+        tables = [cell for cell in cells if type(cell.owner) in _CONTAINERS]
+        tensors = [cell for cell in cells if isinstance(cell.owner, torch.Tensor)]
+        counted = [cell for cell in tensors if cell.before[0] is not None]
+        tokens = [cell for cell in counted if _has_tokens(cell.before[1])]
+        self._tables = [cell.owner for cell in tables], [cell.before for cell in tables]
+        self._counted = [cell.owner for cell in counted], [cell.before[0] for cell in counted]
+        self._tokens = [cell.owner for cell in tokens], [cell.before[1] for cell in tokens]
+        together = [*tables, *tokens, *(cell for cell in counted if cell.before[1] is None)]
+        known = set(map(id, together))
+        self._others = [cell for cell in cells if id(cell) not in known]
+
+    def _is_same(self) -> bool:
+        (tables, before), (counted, versions) = self._tables, self._counted
+        try:
+            is_same = tables == before and [tensor._version for tensor in counted] == versions
+            return is_same and all(map(torch.equal, *self._tokens))
+        except (RuntimeError, ValueError):  # Arrays have no truth.
+            return False
+
+    def changed(self, proof: Proof, *, is_assumed: bool = True) -> list[Changeable]:
+        """Returns the objects that hold something else now. See `Changeable.is_changed`."""
+        cells = self._others if self._is_same() else self.cells
+        return [cell for cell in cells if cell.is_changed(proof, is_assumed=is_assumed)]
+
+
 class Reachable:
     """The objects that may change and that can be reached from some roots, with their contents at
     the last look. Used by one running thread at a time."""
@@ -111,36 +143,45 @@ class Reachable:
         """is_block: attributes of modules count, and code does not; otherwise the other way
         round."""
         self._roots, self._proof, self._is_block = list(roots), proof, is_block
-        self.known: Mapping[int, Any] = _NOTHING  # Objects that are passed by.
-        self._has_looked = False
+        self._known: Mapping[int, Any] = _NOTHING
+        self._own: Set[int] = frozenset()
+        self._last: _Look | None = None
 
-    def pass_by(self, known: Mapping[int, Any]) -> None:
-        """Does not enter these objects at further looks."""
-        self.known, self._has_looked = known, False
+    def pass_by(self, known: Mapping[int, Any], own: Set[int] = frozenset()) -> None:
+        """Does not enter known objects at further looks, except its own."""
+        self._known, self._own, self._last = known, own, None
 
-    def look(self) -> None:
-        """Notes what the objects hold now."""
-        self._has_looked = True
-        self.cells: list[Changeable] = []
-        self.seen: dict[int, tuple[str, Any]] = {}  # By identity, which lasts as long as it.
+    def passes_by(self, key: int) -> bool:
+        """Whether the object with this identity is not entered."""
+        return key in self._known and key not in self._own
+
+    def look(self, *, is_noted: bool = True) -> dict[int, tuple[str, Any]]:
+        """Notes what the objects hold now. Returns them by identity, which lasts as long as they.
+        is_noted: False for the objects alone."""
+        cells: list[Changeable] = []
+        self._cells = cells if is_noted else None
+        self._seen: dict[int, tuple[str, Any]] = {}
         self._places: dict[int, list[tuple[Any, Any]]] = {}
         self._names: dict[int, _Names] = {}
         waiting = deque((label, value, None) for label, value in self._roots)
-        while waiting and len(self.seen) < _MOST_OBJECTS:
+        while waiting and len(self._seen) < _MOST_OBJECTS:
             waiting.extend(self._enter(*waiting.popleft()))
         for names in self._names.values():
-            self.cells.append(Changeable("the global", names, _read(names), []))
+            self._note("the global", names)
+        self._last = _Look(cells) if is_noted else None
+        seen, self._seen = self._seen, {}
+        return seen
 
     def _enter(self, label: str, value: Any, place: Any) -> Iterator[tuple[str, Any, Any]]:
         """Notes an object and yields what it leads to."""
         kind = type(value)
-        if kind in _PLAIN or id(value) in self.known:
+        if kind in _PLAIN or self.passes_by(id(value)):
             return
         if isinstance(value, _ARRAYS) and place is not None:
             self._places.setdefault(id(value), []).append(place)
-        if id(value) in self.seen:
+        if id(value) in self._seen:
             return
-        self.seen[id(value)] = label, value
+        self._seen[id(value)] = label, value
         if isinstance(value, nn.Module):
             yield from self._enter_module(label, value)
         elif isinstance(value, (dict, list, tuple, deque, set)):
@@ -159,7 +200,7 @@ class Reachable:
                 self._note(label, value)
         elif kind is types.SimpleNamespace or is_own(kind):
             table = getattr(value, "__dict__", {})
-            self.seen[id(table)] = label, table
+            self._seen[id(table)] = label, table
             self._note(label, table)
             yield from ((f"{label}.{key}", found, (table, key)) for key, found in table.items())
             yield label, kind, None
@@ -167,7 +208,7 @@ class Reachable:
     def _enter_module(self, label: str, module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
         is_program = is_own(type(module))
         for table in (module._buffers, module.__dict__):
-            self.seen[id(table)] = label, table
+            self._seen[id(table)] = label, table
             if self._is_block and (is_program or table is module._buffers):
                 self._note(label, table)
             if table is module._buffers and not self._is_block and not is_program:
@@ -178,11 +219,9 @@ class Reachable:
         yield label, type(module), None
         for key, parameter in module._parameters.items() if self._is_block else ():
             shown = parameter.owner.shown(parameter) if isinstance(parameter, Handle) else parameter
-            if shown is not None and id(shown) not in self.seen:
-                self.seen[id(shown)] = key, shown
-                self.cells.append(
-                    Changeable(f"{label}.{key}".lstrip("."), shown, (_version(shown), None), [])
-                )
+            if shown is not None and id(shown) not in self._seen:
+                self._seen[id(shown)] = key, shown
+                self._note(f"{label}.{key}".lstrip("."), shown, is_kept=False)
         for key, child in module._modules.items():
             yield f"{label}.{key}".lstrip("."), child, None
 
@@ -213,30 +252,36 @@ class Reachable:
                 named |= new
                 yield from ((name, table[name], None) for name in new if name in table)
 
-    def _note(self, label: str, owner: Any) -> None:
+    def _note(self, label: str, owner: Any, *, is_kept: bool = True) -> None:
+        if self._cells is None:
+            return
         before = _read(owner)
         if isinstance(owner, torch.Tensor):
-            is_kept = self._is_block or owner.numel() <= _MOST_ELEMENTS
+            is_kept = is_kept and (self._is_block or owner.numel() <= _MOST_ELEMENTS)
             is_plain = owner.layout == torch.strided and owner.device.type != "meta"
             before = _version(owner), owner.detach().clone() if is_kept and is_plain else None
-        self.cells.append(Changeable(label, owner, before, self._places.setdefault(id(owner), [])))
+        places = self._places.setdefault(id(owner), []) if isinstance(owner, _ARRAYS) else ()
+        self._cells.append(Changeable(label, owner, before, places))
 
     def watch(self, *, is_assumed: bool = True) -> Callable[[], list[Changeable]]:
         """Returns a function that returns the objects that have changed since. See
         `Changeable.is_changed`."""
-        if not self._has_looked or _changed(self.cells, self._proof):
+        if self._last is None or self._last.changed(self._proof):
             self.look()
-        return partial(_changed, self.cells, self._proof, is_assumed=is_assumed)
+        assert self._last is not None
+        return partial(self._last.changed, self._proof, is_assumed=is_assumed)
 
     def take_changed(self) -> list[Changeable]:
         """Returns the objects that hold something else than at the last look, and looks again."""
-        if cells := _changed(self.cells, self._proof):
+        assert self._last is not None
+        if cells := self._last.changed(self._proof):
             self.look()
         return cells
 
-
-def _changed(cells: list[Changeable], proof: Proof, *, is_assumed: bool = True) -> list[Changeable]:
-    return [cell for cell in cells if cell.is_changed(proof, is_assumed=is_assumed)]
+    @property
+    def cells(self) -> list[Changeable]:
+        """Returns what the objects held at the last look."""
+        return [] if self._last is None else self._last.cells
 
 
 class ProgramState:
@@ -260,22 +305,22 @@ class ProgramState:
         modules = {id(module): module for module in model.modules()}
         of_blocks = {id(module): module for _, block in blocks for module in block.modules()}
         outside = [(name, m) for name, m in model.named_modules() if id(m) not in of_blocks]
+        own = [{id(module) for module in block.modules()} for _, block in blocks]
         within: list[dict[int, tuple[str, Any]]] = []
-        for state, block in blocks:
-            own = {id(module) for module in block.modules()}
-            others = {key: m for key, m in modules.items() if key not in own}
-            state.pass_by(others)
-            state.look()
-            within.append(state.seen)
+        for (state, _), modules_of_block in zip(blocks, own, strict=True):
+            state.pass_by(modules, modules_of_block)
+            within.append(state.look(is_noted=False))
         counts = Counter(key for seen in within for key in seen)
         shared = [found for seen in within for key, found in seen.items() if counts[key] > 1]
         kinds = [(type(m).__name__, type(m)) for m in of_blocks.values()]
         named = [(_label(found), found) for found in code]
         self._found = Reachable([*outside, *shared, *kinds, *named], proof, is_block=False)
-        self._found.pass_by({key: m for key, m in of_blocks.items() if counts[key] < 2})
-        self._found.look()
-        for state, _ in blocks:
-            state.pass_by({**state.known, **self._found.seen})
+        self._passed_by = {key: m for key, m in of_blocks.items() if counts[key] < 2}
+        self._found.pass_by(self._passed_by)
+        seen = self._found.look()
+        known = {**modules, **seen}
+        for (state, _), modules_of_block in zip(blocks, own, strict=True):
+            state.pass_by(known, modules_of_block - seen.keys())
         self._block_roots = [*shared, *kinds]
         # By micro-batch: what it finds in these places. Places are tables and their keys.
         self._views: dict[int, dict[_Place, tuple[Any, Any]]] = {}
@@ -327,9 +372,8 @@ class ProgramState:
     def _of_blocks(self) -> Mapping[int, Any]:
         """What code of blocks can reach. Most windows do not ask."""
         found = Reachable(self._block_roots, self._proof, is_block=False)
-        found.pass_by(self._found.known)
-        found.look()
-        return found.seen
+        found.pass_by(self._passed_by)
+        return found.look(is_noted=False)
 
     def _plain_changes(self, cell: Changeable) -> dict[Any, Any] | None:
         """Returns the new values of a table's changed keys; None if it is no table, has changed
@@ -400,6 +444,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in _INTEGERS:  # Token ids, of which there may be many.
         return tensor.detach()
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _has_tokens(clone: torch.Tensor | None) -> bool:
+    return clone is not None and clone.dtype in _INTEGERS and clone.device.type == "cpu"
 
 
 def _version(tensor: torch.Tensor) -> int | None:
