@@ -191,20 +191,16 @@ class BlockRuns:
         copies = dict(zip(sources, self._enter(arrived, sources), strict=True))
         leaves = [copies[leaf] if isinstance(leaf, BlockInput) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.tree)
-        kept = self._random.state()
-        self._random.set(call.random)
         self._attributes.set(call.attributes)
-        try:
-            with (
-                self._attributes.again(call.before[0]),
-                again(call.before[1]),
-                call.modes.set(),
-                captured_again(call.captured) as aside,
-                self._experts.within(call.experts, leaves, is_repeated=True),
-            ):
-                output = call.block.forward(*args, **kwargs)
-        finally:
-            self._random.set(kept)
+        with (
+            self._random.drawn_from(call.random),
+            self._attributes.again(call.before[0]),
+            again(call.before[1]),
+            call.modes.set(),
+            captured_again(call.captured) as aside,
+            self._experts.within(call.experts, leaves, is_repeated=True),
+        ):
+            output = call.block.forward(*args, **kwargs)
         outputs = tree_flatten((output, aside))[0]
         if call.checksums:
             self._proof.compare(call.block.hooked.name, call.checksums, outputs)

@@ -18,7 +18,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.experts import SuspendedExperts
 from infinity.modules.accumulate.module_state import Attributes
 from infinity.modules.accumulate.proof import Proof
-from infinity.modules.accumulate.reachable import Changeable, Reachable
+from infinity.modules.accumulate.reachable import Changeable, Reachable, version_of
 from infinity.modules.autograd.forward_nodes import nodes_since
 from infinity.modules.autograd.outputs import tensors_in
 from infinity.modules.autograd.threads import Modes
@@ -132,10 +132,8 @@ class Boundary(torch.autograd.Function):
 
 
 def versions_of(leaves: Sequence[Any]) -> list[int | None]:
-    """Returns what counts the changes of each activation. Inference tensors count none."""
-    return [
-        None if leaf.is_inference() else leaf._version for leaf in leaves if is_activation(leaf)
-    ]
+    """Returns what counts the changes of each activation."""
+    return [version_of(leaf) for leaf in leaves if is_activation(leaf)]
 
 
 def is_activation(leaf: Any) -> bool:

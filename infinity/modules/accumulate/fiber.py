@@ -20,7 +20,8 @@ import random
 import sys
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -313,6 +314,16 @@ class Random:
         torch.set_rng_state(states[2])
         if self._device is not None:
             self._device.set_rng_state(states[3], self._index)
+
+    @contextmanager
+    def drawn_from(self, states: list[Any]) -> Iterator[None]:
+        """Draws from these states in a `with` block."""
+        kept = self.state()
+        self.set(states)
+        try:
+            yield
+        finally:
+            self.set(kept)
 
     def fresh(self, count: int) -> list[list[Any]]:
         """Returns `count` states that follow from the present one: itself, then new ones. Draws

@@ -405,13 +405,11 @@ class LayerMajorSchedule:
     @contextmanager
     def _random_of(self, fiber: Fiber) -> Iterator[None]:
         """Draws from the fiber's random numbers."""
-        kept = self._random.state()
-        self._random.set(fiber.random)
-        try:
-            yield
-        finally:
-            fiber.random = self._random.state()
-            self._random.set(kept)
+        with self._random.drawn_from(fiber.random):
+            try:
+                yield
+            finally:
+                fiber.random = self._random.state()
 
     def _forward_of(self, block: RunningBlock) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -97,11 +97,12 @@ class ModuleState:
                 for place, plain in _PLAIN.items():
                     setattr(*place, plain)
 
-    def note(self, module: nn.Module, name: str) -> None:
-        """Notes that an attribute is about to be written."""
-        key = id(module), name
+    def note(self, owner: nn.Module | torch.Tensor, name: str) -> None:
+        """Notes that an attribute, or `requires_grad` of a parameter, is about to be written."""
+        key = id(owner), name
         self.touched.written.add(key)
-        if key[0] in self._modules and key not in self._noted and not _is_for_all(module, name):
+        is_known = key[0] in self._params or key[0] in self._modules
+        if is_known and key not in self._noted and not _is_for_all(owner, name):
             self._noted[key] = self._read(key)
 
     def note_read(self, module: nn.Module, name: str) -> None:
@@ -109,13 +110,6 @@ class ModuleState:
         key = id(module), name
         if self._first_forward is None and key not in self.touched.written:
             self.touched.read.add(key)
-
-    def note_trained(self, parameter: torch.Tensor) -> None:
-        """Notes that `requires_grad` is about to be written."""
-        key = id(parameter), "requires_grad"
-        self.touched.written.add(key)
-        if key[0] in self._params and key not in self._noted:
-            self._noted[key] = self._read(key)
 
     def note_hook(self, module: nn.Module, hook: Any) -> None:
         """Notes that a forward hook is about to be registered."""
@@ -260,11 +254,13 @@ class ModuleState:
             self._noted.clear()
 
 
-def _is_for_all(module: nn.Module, name: str) -> bool:
+def _is_for_all(owner: nn.Module | torch.Tensor, name: str) -> bool:
     """Whether it is what transformers prepares in a first forward, which stays for all: it installs
     hooks, and keeps tables for the longest sequence."""
-    is_part = name in _MODES or name in module._parameters or name in module._modules
-    return not is_part and (name == HOOKS_INSTALLED or is_trusted(type(module), _PREPARES))
+    if not isinstance(owner, nn.Module) or name in _MODES:
+        return False
+    is_part = name in owner._parameters or name in owner._modules
+    return not is_part and (name == HOOKS_INSTALLED or is_trusted(type(owner), _PREPARES))
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
@@ -313,7 +309,7 @@ def _write(plain: Any, module: nn.Module, name: str, *value: Any, **options: Any
 def _train(plain: Any, owner: Any, *value: Any, **options: Any) -> Any:
     for parameter in owner.parameters() if isinstance(owner, nn.Module) else value[:1]:
         for watcher in _watching:
-            watcher.note_trained(parameter)
+            watcher.note(parameter, "requires_grad")
     return plain(owner, *value, **options)
 
 

@@ -66,7 +66,7 @@ class Changeable(NamedTuple):
             is_plain = type(self.owner) in _CONTAINERS
             return not is_alike(self.owner if is_plain else _read(self.owner), self.before)
         version, clone = self.before
-        if version != _version(self.owner):
+        if version != version_of(self.owner):
             return True
         if clone is None:
             return False
@@ -87,6 +87,13 @@ class Changeable(NamedTuple):
             for key in {**self.before, **now}
             if not is_alike(now.get(key, _ABSENT), self.before.get(key, _ABSENT))
         ]
+
+    def show(self, value: Any) -> None:
+        """Makes the object hold a value, or puts another tensor or array into its places."""
+        if not isinstance(self.owner, _ARRAYS):
+            _put(self.owner, value)
+        for container, key in self.places:
+            container[key] = value
 
     def what(self) -> str:
         """Returns the name of what has changed."""
@@ -145,11 +152,11 @@ class Reachable:
         self._roots, self._proof, self._is_block = list(roots), proof, is_block
         self._known: Mapping[int, Any] = _NOTHING
         self._own: Set[int] = frozenset()
-        self._last: _Look | None = None
+        self._has_looked = False
 
     def pass_by(self, known: Mapping[int, Any], own: Set[int] = frozenset()) -> None:
         """Does not enter known objects at further looks, except its own."""
-        self._known, self._own, self._last = known, own, None
+        self._known, self._own, self._has_looked = known, own, False
 
     def passes_by(self, key: int) -> bool:
         """Whether the object with this identity is not entered."""
@@ -168,7 +175,7 @@ class Reachable:
             waiting.extend(self._enter(*waiting.popleft()))
         for names in self._names.values():
             self._note("the global", names)
-        self._last = _Look(cells) if is_noted else None
+        self._has_looked, self.last = is_noted, _Look(cells)
         seen, self._seen = self._seen, {}
         return seen
 
@@ -259,29 +266,22 @@ class Reachable:
         if isinstance(owner, torch.Tensor):
             is_kept = is_kept and (self._is_block or owner.numel() <= _MOST_ELEMENTS)
             is_plain = owner.layout == torch.strided and owner.device.type != "meta"
-            before = _version(owner), owner.detach().clone() if is_kept and is_plain else None
+            before = version_of(owner), owner.detach().clone() if is_kept and is_plain else None
         places = self._places.setdefault(id(owner), []) if isinstance(owner, _ARRAYS) else ()
         self._cells.append(Changeable(label, owner, before, places))
 
     def watch(self, *, is_assumed: bool = True) -> Callable[[], list[Changeable]]:
         """Returns a function that returns the objects that have changed since. See
         `Changeable.is_changed`."""
-        if self._last is None or self._last.changed(self._proof):
+        if not self._has_looked or self.last.changed(self._proof):
             self.look()
-        assert self._last is not None
-        return partial(self._last.changed, self._proof, is_assumed=is_assumed)
+        return partial(self.last.changed, self._proof, is_assumed=is_assumed)
 
     def take_changed(self) -> list[Changeable]:
         """Returns the objects that hold something else than at the last look, and looks again."""
-        assert self._last is not None
-        if cells := self._last.changed(self._proof):
+        if cells := self.last.changed(self._proof):
             self.look()
         return cells
-
-    @property
-    def cells(self) -> list[Changeable]:
-        """Returns what the objects held at the last look."""
-        return [] if self._last is None else self._last.cells
 
 
 class ProgramState:
@@ -328,7 +328,7 @@ class ProgramState:
 
     def enter(self, number: int) -> None:
         """Shows a micro-batch its own values."""
-        cells = {id(cell.owner): cell for cell in self._found.cells} if self._writers else {}
+        cells = {id(cell.owner): cell for cell in self._found.last.cells} if self._writers else {}
         for (owner_id, key), (owner, value) in self._views.setdefault(number, {}).items():
             _put_key(owner, key, value)
             if owner_id in cells:
@@ -391,7 +391,7 @@ class ProgramState:
 
     def of_threads(self) -> list[str]:
         """Returns the names of what has another value in this thread."""
-        cells = (cell for cell in self._found.cells if isinstance(cell.owner, threading.local))
+        cells = (cell for cell in self._found.last.cells if isinstance(cell.owner, threading.local))
         return [cell.what() for cell in cells if cell.is_changed(self._proof)]
 
 
@@ -403,24 +403,15 @@ def _label(value: Any) -> str:
 def again(changed: list[Changeable]) -> Iterator[None]:
     """Begins a repeated forward with the state before the first one, and puts the present state
     back behind it. The repeated forward gets tensors of its own, which its graph may save."""
-    kept = [_read(cell.owner) for cell in changed]
+    kept = [c.owner if isinstance(c.owner, _ARRAYS) else _read(c.owner) for c in changed]
     for cell in changed:
-        if isinstance(cell.owner, _ARRAYS):
-            clone = cell.before[1] if isinstance(cell.owner, torch.Tensor) else cell.before
-            new = clone.clone() if isinstance(clone, torch.Tensor) else clone.copy()
-            for container, key in cell.places:
-                container[key] = new
-        else:
-            _put(cell.owner, cell.before)
+        is_tensor = isinstance(cell.owner, torch.Tensor)
+        cell.show(cell.before[1].clone() if is_tensor else copy.copy(cell.before))
     try:
         yield
     finally:
         for cell, now in zip(changed, kept, strict=True):
-            if isinstance(cell.owner, _ARRAYS):
-                for container, key in cell.places:
-                    container[key] = cell.owner
-            else:
-                _put(cell.owner, now)
+            cell.show(now)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -450,7 +441,8 @@ def _has_tokens(clone: torch.Tensor | None) -> bool:
     return clone is not None and clone.dtype in _INTEGERS and clone.device.type == "cpu"
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Returns what counts the changes of a tensor. Inference tensors count none."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -467,15 +459,21 @@ def _read(owner: Any) -> Any:
             return {}
     if isinstance(owner, threading.local):
         return dict(vars(owner))
-    if isinstance(owner, numpy.random.Generator):
-        return owner.bit_generator.state
-    if isinstance(owner, random.Random):
-        return owner.getstate()
-    if isinstance(owner, (torch.Generator, numpy.random.RandomState)):
-        return owner.get_state()
+    if isinstance(owner, _GENERATORS):
+        return _generator(owner)[0]()
     if isinstance(owner, dict):
         return dict(owner)
     return owner if isinstance(owner, torch.Tensor) else copy.copy(owner)
+
+
+def _generator(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Returns what reads and sets the state of a generator."""
+    if isinstance(owner, numpy.random.Generator):
+        bits = owner.bit_generator
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    if isinstance(owner, random.Random):
+        return owner.getstate, owner.setstate
+    return owner.get_state, owner.set_state
 
 
 def _put(owner: Any, value: Any) -> None:
@@ -488,12 +486,8 @@ def _put(owner: Any, value: Any) -> None:
                 owner[key] = found
     elif isinstance(owner, list):
         owner[:] = value
-    elif isinstance(owner, numpy.random.Generator):
-        owner.bit_generator.state = value
-    elif isinstance(owner, random.Random):
-        owner.setstate(value)
-    elif isinstance(owner, (torch.Generator, numpy.random.RandomState)):
-        owner.set_state(value)
+    elif isinstance(owner, _GENERATORS):
+        _generator(owner)[1](value)
     else:
         owner.clear()
         (owner.update if isinstance(owner, set) else owner.extend)(value)
