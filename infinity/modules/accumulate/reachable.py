@@ -197,7 +197,11 @@ class Reachable:
             if not isinstance(value, tuple):
                 self._note(label, value)
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((f"{label}[{key!r:.40}]", element, (value, key)) for key, element in pairs)
+            yield from (
+                (f"{label}[{key!r:.40}]", element, (value, key))
+                for key, element in pairs
+                if type(element) not in _PLAIN
+            )
         elif isinstance(value, _CODE):
             yield from () if self._is_block else self._enter_code(label, value)
         elif isinstance(value, (*_ARRAYS, *_GENERATORS)) or (
@@ -221,7 +225,7 @@ class Reachable:
             if table is module._buffers and not self._is_block and not is_program:
                 continue  # Statistics of torch's own modules change and are read in one place.
             for key, found in list(table.items()):
-                if key not in _OF_TORCH:
+                if key not in _OF_TORCH and type(found) not in _PLAIN:
                     yield f"{label}.{key}".lstrip("."), found, (table, key)
         yield label, type(module), None
         for key, parameter in module._parameters.items() if self._is_block else ():
