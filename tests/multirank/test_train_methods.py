@@ -15,8 +15,13 @@ from infinity.config import JobConfig, SwapConfig
 from infinity.errors import ConfigError
 from infinity.testing import SimulatedDevice
 from infinity.tools.training import program
+from tests.support.exhaustive import sampled
+from tests.train import test_distill as distilled
 from tests.train import test_grpo as rewarded
+from tests.train import test_records as learned
 from tests.train.jobs import lines_of
+from tests.train.record_jobs import adapter_job
+from tests.train.test_heads import LABELS, MARGINS, TEXTS
 
 from .processes import run_ranks
 
@@ -24,11 +29,86 @@ denoising = pytest.importorskip("tests.train.test_diffusion", reason="pip instal
 embedding = pytest.importorskip(
     "tests.train.test_embed", reason="pip install sentence-transformers"
 )
-base, directories = rewarded.base, embedding.directories
+base, directories, models = rewarded.base, embedding.directories, distilled.models
+causal = learned.base
 
 
 def _train(rank: int, config: SwapConfig | JobConfig, resume: bool = False) -> None:
     program.train(config, resume=resume)
+
+
+def _train_on(count: int, config: SwapConfig | JobConfig) -> None:
+    if count == 1:
+        _train(0, config)
+    else:
+        run_ranks(count, _train, config)
+
+
+Left = tuple[list[dict[str, Any]], dict[str, torch.Tensor]]
+
+
+def _left_in(output: Path) -> Left:
+    """The lines and the weights of a run."""
+    files = sorted(output.glob("*.safetensors"))
+    weights = {f"{f.name} {name}": of for f in files for name, of in load_file(f).items()}
+    return lines_of(output), weights
+
+
+def _assert_same(alone: Left, both: Left) -> None:
+    for one, two in zip(alone[0], both[0], strict=True):
+        for key in ("loss", "held_out_loss", "num_tokens"):
+            assert one[key] == two[key], key
+    assert alone[1].keys() == both[1].keys() and alone[1]
+    assert all((alone[1][name] == both[1][name]).all() for name in alone[1])
+
+
+RECORDS: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "sft": (learned.CHAT, {}), "dpo": (learned.PREFERENCES, {}), "reward": (MARGINS, {}),
+    "classify": (TEXTS, {"labels": LABELS}),
+}  # fmt: skip
+WAYS = [(method, is_full) for method in RECORDS for is_full in (True, False)]
+
+
+@pytest.mark.parametrize(("method", "is_full"), sampled(WAYS, ("dpo", True).__eq__))
+def test_two_ranks_learn_records_as_twice_the_accumulation_would(
+    tmp_path: Path,
+    causal: Path,
+    method: str,
+    is_full: bool,
+) -> None:
+    """A step of DPO with all weights has a second model, which ranks divide, too."""
+    records, more = RECORDS[method]
+    for count in (1, 2):
+        place = tmp_path / str(count)
+        place.mkdir()
+        table = adapter_job(place, causal, records, length=128, steps=3)
+        table["tiers"]["host"]["capacity"] = "96MiB"
+        table["train"] |= {"method": method, "gradient_accumulation_steps": 2 // count, **more}
+        table["train"]["eval_every"], table["data"]["held_out"] = 3, 0.2
+        table["optimizer"] = {"lr": 1e-2, "max_grad_norm": 0}
+        if is_full:
+            del table["adapter"]
+        _train_on(count, SwapConfig.load(table))
+    _assert_same(*(_left_in(tmp_path / name / "output") for name in "12"))
+
+
+@pytest.mark.parametrize("has_file", sampled([False, True], False.__eq__))
+def test_two_ranks_learn_from_a_teacher_as_twice_the_accumulation_would(
+    tmp_path: Path, models: tuple[Path, Path], has_file: bool
+) -> None:
+    """The teacher is a second model, which ranks divide, too, or a file of scores."""
+    for count in (1, 2):
+        place = tmp_path / str(count)
+        place.mkdir()
+        teacher = place / "scores.jsonl" if has_file else models[1]
+        job = distilled.job_of(place, models[0], teacher=str(teacher), top_k=distilled.TOP_K)
+        if has_file:
+            distilled.score(job, models[1])
+        table = SwapConfig.load(job).to_dict()
+        table["tiers"]["host"]["capacity"], table["output"]["export"] = "128MiB", True
+        table["train"]["gradient_accumulation_steps"] = 2 // count
+        _train_on(count, SwapConfig.load(table))
+    _assert_same(*(_left_in(tmp_path / name / "output") for name in "12"))
 
 
 def _seem_launched(rank: int) -> None:
@@ -36,7 +116,9 @@ def _seem_launched(rank: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
 
 
-@pytest.mark.parametrize(("family", "adapter"), [("flux", True), ("sd3", False)])
+@pytest.mark.parametrize(
+    ("family", "adapter"), sampled([("flux", True), ("sd3", False)], ("flux", True).__eq__)
+)
 def test_two_ranks_learn_images_as_twice_the_accumulation_would(
     tmp_path: Path, family: str, adapter: bool
 ) -> None:
@@ -44,7 +126,6 @@ def test_two_ranks_learn_images_as_twice_the_accumulation_would(
     Images of the ranks differ in size."""
     denoising.pipelines.images(tmp_path / "images", denoising.ROWS)
     denoising.pipelines.pipeline(family, tmp_path / family)
-    weights: list[dict[str, torch.Tensor]] = []
     for count in (1, 2):
         job = denoising.job_of(
             tmp_path / str(count), tmp_path, family, adapter=denoising.ADAPTER if adapter else ""
@@ -55,20 +136,10 @@ def test_two_ranks_learn_images_as_twice_the_accumulation_would(
         assert f"{accumulation} 2" in text
         text = text.replace(f"{accumulation} 2", f"{accumulation} {2 // count}")
         (job / "job.toml").write_text(text)
-        if count == 1:
-            _train(0, denoising.config_of(job))
-        else:
-            run_ranks(count, _train, denoising.config_of(job))
-        files = sorted((job / "output").glob("*.safetensors"))
-        weights.append({f"{f.name} {n}": of for f in files for n, of in load_file(f).items()})
-    told = [
-        [(line["loss"], line["num_tokens"]) for line in lines_of(tmp_path / name / "output")]
-        for name in "12"
-    ]
-    assert told[0] == told[1] and len({tokens for _, tokens in told[0]}) > 1
-    alone, both = weights
-    assert alone.keys() == both.keys() and alone
-    assert all((alone[n] == both[n]).all() for n in alone)
+        _train_on(count, denoising.config_of(job))
+    told, both = (_left_in(tmp_path / name / "output") for name in "12")
+    _assert_same(told, both)
+    assert len({line["num_tokens"] for line in told[0]}) > 1
 
 
 def _embed_in_memory(rank: int, table: Any, rows: list[Any]) -> tuple[list[float], Any]:
@@ -77,15 +148,17 @@ def _embed_in_memory(rank: int, table: Any, rows: list[Any]) -> tuple[list[float
     return [loss for loss, *_ in embedding.steps(trainer)], model.state_dict()
 
 
-@pytest.mark.parametrize("case", [embedding.CASES[number] for number in (0, 4, 5)])
+@pytest.mark.parametrize("number", sampled([0, 4, 5], (0, 4).__contains__))
 def test_two_ranks_have_the_bits_of_sentence_transformers_under_ddp(
-    tmp_path: Path, directories: Path, case: Any
+    tmp_path: Path, directories: Path, number: int
 ) -> None:
     """Records that do not fill a batch of both ranks are left out of a step by both, and held-out
     ones by none."""
-    name, targets, loss, options, records = case
+    name, targets, loss, options, records = embedding.CASES[number]
     table = embedding.job(tmp_path, directories / name, records, loss)
     table["train"] |= {"gradient_accumulation_steps": 1, "eval_every": 2}
+    if loss == embedding.RANKING:  # Records of both ranks are compared.
+        options = options | {"gather_across_devices": True}
     table["train"]["embed"]["options"] = options
     table["data"]["held_out"] = 0.1
     table["optimizer"] = {"lr": 1e-2, "max_grad_norm": 0}
@@ -93,8 +166,8 @@ def test_two_ranks_have_the_bits_of_sentence_transformers_under_ddp(
     if not targets:
         del table["adapter"]
     seed, shuffle = table["data"].get("seed", 0), table["data"].get("shuffle", True)
-    learned, _ = embedding.split_rows(30, held_out=0.1, seed=seed, shuffle=shuffle)
-    rows = [records[number] for number in learned]
+    rest, _ = embedding.split_rows(30, held_out=0.1, seed=seed, shuffle=shuffle)
+    rows = [records[row] for row in rest]
     (losses, weights), _ = run_ranks(2, _embed_in_memory, table, rows)
     run_ranks(2, _train, SwapConfig.load(table))
     lines = lines_of(Path(table["output"]["directory"]))
@@ -127,7 +200,10 @@ def _rewarded_in_memory(rank: int, base: Path, method: str, beta: float, directo
     )
 
 
-@pytest.mark.parametrize(("method", "beta"), [("grpo", 0.1), ("rloo", 0.0)])
+REWARDED = [("grpo", 0.1), ("rloo", 0.0)]
+
+
+@pytest.mark.parametrize(("method", "beta"), sampled(REWARDED, REWARDED[0].__eq__))
 def test_two_ranks_have_the_bits_of_trl_under_ddp(
     tmp_path: Path, base: Path, method: str, beta: float
 ) -> None:
