@@ -29,7 +29,6 @@ from infinity.config.paths import RUN_NAMES
 from infinity.errors import ConfigError, reporting
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
-_EXAMPLE_ROWS = 32  # No codec has longer blocks of columns.
 # Spaces that a reader of JSON skips: the length of a number is not known before it is.
 _STATE_MARGIN = 32
 
@@ -158,20 +157,14 @@ def _encoded(
 
 
 def _aside_infos(name: str, shape: Shape, codec: Codec) -> list[TensorInfo]:
-    """Returns the further tensors of an encoding, as that of zeros has them."""
-    if isinstance(codec, AffineGroups) and codec.layout != "ROWS":
-        return []  # And groups down a column may be longer than the example.
-    # A few zeros of as many dimensions. Blocks of a transposed codec lie in columns.
-    rows = min(shape[-2], _EXAMPLE_ROWS) if len(shape) > 1 else 1
-    zeros = torch.zeros([*[1] * (len(shape) - 2), rows, shape[-1]][-len(shape) :])
-    infos = []
-    for suffix, tensor in codec.encode(zeros).aside.items():
-        length = tuple(tensor.shape)
-        if suffix.startswith(STATE_SUFFIX):
-            assert isinstance(codec, TableBlocks)
-            length = (len(codec.state_json(shape)) + _STATE_MARGIN,)
-        infos.append(TensorInfo(name=name + suffix, dtype=tensor.dtype, shape=length))
-    return infos
+    """Returns the further tensors of an encoding: a shape, or the JSON of bitsandbytes."""
+    if isinstance(codec, AffineGroups) and codec.layout == "ROWS":
+        return [TensorInfo(name=f"{name}_shape", dtype=torch.int32, shape=(len(shape),))]
+    if isinstance(codec, TableBlocks):
+        length = len(codec.state_json(shape)) + _STATE_MARGIN
+        state = f"{name}{STATE_SUFFIX}{codec.kind}"
+        return [TensorInfo(name=state, dtype=torch.uint8, shape=(length,))]
+    return []
 
 
 # -- Writing ---------------------------------------------------------------------------------------
