@@ -262,6 +262,10 @@ def test_a_longer_run_with_another_learning_rate_goes_on_where_it_is_asked_for(j
     older = job / "longer" / "checkpoints" / "step-00000008"
     run(job, *more, "output.directory=again", resume_from=older)
     assert metrics(job, "again") == lines[2:]
+    rest = run(job, *more, resume=True, accept_changes=True)
+    card, whole = (job / "output" / "README.md").read_text(), lines_of(job / "output")
+    assert "| 10 of " in card and f"; {sum(line['num_tokens'] for line in whole):,} tokens" in card
+    assert f"| loss | {whole[0]['loss']:.3f} to " in card and rest.losses[0] != whole[0]["loss"]
 
 
 def test_resume_needs_the_section(job):

@@ -15,9 +15,8 @@ from infinity.tools.cli.options import arg, is_silent, opt, reply
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from infinity.tools.training.report import Line, Summary
+    from infinity.tools.training.report import Line
 
-_BARS = " ▁▂▃▄▅▆▇█"
 _CURVE_ROWS = 8
 _CURVE_MARGIN = 12  # Columns before the curve.
 _LATE = 10  # Steps' times without a new step: the run has ended, or stands still.
@@ -80,24 +79,13 @@ def watch(
                 trouble = f"cannot be read now ({error.strerror})" if lines else trouble
 
 
-def summary_of(lines: Sequence[Line]) -> Summary:
-    """Returns the summary of a run's lines; the pace is that of the newest start."""
-    from infinity.tools.training.report import Summary
-
-    last: Line = lines[-1] if lines else {}
-    found = Summary(steps=last.get("steps", 0), num_parameters=0)
-    for line in lines:
-        found.add(line)
-    begun = last.get("resumed_at", 0)
-    found.ends = [(step, ended_s) for step, ended_s in found.ends if step > begun]
-    return found
-
-
 def numbers_of(lines: Sequence[Line], now_s: float, file: Path | None = None) -> dict[str, Any]:
     """Returns what the screen shows, for programs: the summary of the steps so far, the newest
     line, its age at `now_s` (seconds since 1970), the seconds left, and the bytes that all steps
     together write. Of a run that is over, the summary beside `file` says what came after its last
     line."""
+    from infinity.tools.training.report import summary_of
+
     if not lines:
         return {"steps_done": 0, "newest": None}
     summary, last = summary_of(lines), lines[-1]
@@ -149,6 +137,8 @@ def screen(lines: Sequence[Line], file: Path, width: int, now_s: float, trouble:
     from rich.console import Group
     from rich.text import Text
 
+    from infinity.tools.training.report import bars
+
     if not lines:
         return Group(Text(f"{trouble or 'no step is over yet'}: {file}", no_wrap=True))
     numbers, last = numbers_of(lines, now_s, file), lines[-1]
@@ -157,7 +147,7 @@ def screen(lines: Sequence[Line], file: Path, width: int, now_s: float, trouble:
     held_out = [loss["loss"] for loss in numbers["held_out_losses"]]
     if held_out:
         best = min(numbers["held_out_losses"], key=lambda loss: loss["loss"])
-        marks = _bars(held_out, max(width - _CURVE_MARGIN - 36, 8))
+        marks = bars(held_out, max(width - _CURVE_MARGIN - 36, 8))
         rows.append(
             f"{'held-out':<{_CURVE_MARGIN}}{marks}  {held_out[-1]:.3f}, "
             f"least {best['loss']:.3f} at step {best['step']}"
@@ -216,7 +206,9 @@ def _facts(numbers: dict[str, Any], last: Line) -> list[tuple[str, str]]:
 
 def _curve(name: str, values: Sequence[float], width: int) -> list[str]:
     """Returns rows of a curve of means, with its ends on the left."""
-    columns = _means(values, max(width - _CURVE_MARGIN - 1, 8))
+    from infinity.tools.training.report import BARS, means
+
+    columns = means(values, max(width - _CURVE_MARGIN - 1, 8))
     if not columns:
         return [f"{name:<{_CURVE_MARGIN}}not finite"]
     columns = [value for value in columns for _ in range(width // 2 // len(columns) or 1)]
@@ -225,23 +217,9 @@ def _curve(name: str, values: Sequence[float], width: int) -> list[str]:
     rows = []
     for row in range(_CURVE_ROWS - 1, -1, -1):
         ends = {_CURVE_ROWS - 1: f"{name} {high:.3f}", 0: f"{low:.3f}"}
-        bars = "".join(_BARS[min(max(level - 8 * row, 0), 8)] for level in levels)
-        rows.append(f"{ends.get(row, ''):<{_CURVE_MARGIN}}{bars}")
+        marks = "".join(BARS[min(max(level - 8 * row, 0), 8)] for level in levels)
+        rows.append(f"{ends.get(row, ''):<{_CURVE_MARGIN}}{marks}")
     return rows
-
-
-def _bars(values: Sequence[float], width: int) -> str:
-    columns = _means(values, width)
-    low, high = min(columns, default=0.0), max(columns, default=1.0)
-    return "".join(_BARS[1 + round((value - low) / ((high - low) or 1) * 7)] for value in columns)
-
-
-def _means(values: Sequence[float], count: int) -> list[float]:
-    """Returns at most `count` means of neighbours, of what is finite."""
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    size = max(1, math.ceil(len(finite) / count))
-    parts = (finite[at : at + size] for at in range(0, len(finite), size))
-    return [sum(part) / len(part) for part in parts]
 
 
 def _is_over(last: Line) -> bool:

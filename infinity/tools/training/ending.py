@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Literal
@@ -13,10 +14,11 @@ from infinity.config import JobConfig
 from infinity.config.extras import installed
 from infinity.config.hub import model_name, published_name
 from infinity.config.schema.train import Purpose
-from infinity.tools.training.report import Reporter, Summary, clock_of
+from infinity.tools.training.report import Line, Reporter, Summary, bars, clock_of, summary_of
 
 Event = Literal["end", "failure", "plateau"]
 
+_CURVE_WIDTH = 32
 _PATIENCE_S = 30  # For a command of the user's.
 _PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft", "diffusers")
 _TASKS: dict[Purpose, str] = {
@@ -67,10 +69,10 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
     ]
 
 
-def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
+def model_card(config: JobConfig, summary: Summary, kind: str, lines: Sequence[Line] = ()) -> str:
     """Returns README.md of the export: base, data, settings, losses, hardware and versions. `kind`
-    is the model type. The base has its name on the hub if it is in the hub's cache, for the hub
-    refuses a path."""
+    is the model type; `lines`, the metrics, have the steps before a resume. The base has its name
+    on the hub if it is in the hub's cache, for the hub refuses a path."""
     from huggingface_hub import ModelCardData
 
     path, adapter, shown = config.model.path, config.adapter, config.train.diffusion
@@ -90,23 +92,25 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
     if adapter is not None and adapter.experts_full:
         how = f"{how} and " if adapter.targets else ""
         how += f"{len(adapter.experts_full)} experts in full"
-    numbers, train = summary.to_dict(), config.train
+    steps, train = summary.resumed_at + len(summary.steps_s), config.train
+    if len(lines) > len(summary.steps_s):
+        summary = summary_of(lines)
+    numbers = summary.to_dict()
     files = ", ".join(source.location.name for source in config.data.paths)
     batch = train.batch_size * train.gradient_accumulation_steps
+    what = f"sequence{'s' if batch > 1 else ''} of at most {config.data.sequence_length} tokens"
+    if shown is not None:
+        what = shown.described()
     rows = {
         "base": base,
         "trained": how,
         "labels": ", ".join(train.labels),  # In the order of their numbers.
         "data": f"{files}; {numbers['num_tokens']:,.0f} tokens",
-        "steps": f"{summary.resumed_at + numbers['steps_done']:,} of {batch} "
-        + (
-            shown.described()
-            if shown
-            else f"sequences of at most {config.data.sequence_length} tokens"
-        ),
+        "steps": f"{steps:,} of {batch} {what}",
         "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}, "
         f"schedule {train.schedule}",
-        "loss": "{loss_first:.3f} to {loss_last_mean:.3f}".format_map(numbers)
+        "loss": "{loss_first:.3f} to {loss_last_mean:.3f} ".format_map(numbers)
+        + bars(summary.losses, _CURVE_WIDTH)
         if summary.losses
         else "",
         "held-out loss": ", ".join(

@@ -27,7 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +62,7 @@ from infinity.tools.training.embedding import save_modules
 from infinity.tools.training.ending import Event, model_card, next_commands, notify
 from infinity.tools.training.job import Job, prepare
 from infinity.tools.training.methods import batch_of
+from infinity.tools.training.metrics import MetricsReader
 from infinity.tools.training.model import (
     generate,
     reference_path,
@@ -161,7 +162,10 @@ class Products:
                     max_shard_nbytes=self._config.output.max_shard_size,
                     tokenizer=tokenizer,
                 )
-        card = model_card(self._config, self._summary, job.plan.kind)
+        metrics = MetricsReader(self._config.output.metrics_path)
+        with suppress(OSError):
+            metrics.read()
+        card = model_card(self._config, self._summary, job.plan.kind, metrics.lines)
         try:
             replace_file(directory / "README.md", card)
         except OSError as error:

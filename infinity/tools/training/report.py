@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ _NUM_LAST_STEPS = 5
 _NUM_PACED = 50  # Steps.
 _PLATEAU = 5  # Evaluations.
 _BAR_WIDTH = 12
+BARS = " ▁▂▃▄▅▆▇█"
 
 Snapshot = Mapping[str, float]
 Line = dict[str, Any]  # Of metrics.jsonl.
@@ -311,6 +312,32 @@ class Summary:
             "update_s": update_s,
             **self.phases_s,
         }
+
+
+def summary_of(lines: Sequence[Line]) -> Summary:
+    """Returns the summary of a run's lines; the pace is that of the newest start."""
+    last: Line = lines[-1] if lines else {}
+    found = Summary(steps=last.get("steps", 0), num_parameters=0)
+    for line in lines:
+        found.add(line)
+    begun = last.get("resumed_at", 0)
+    found.ends = [(step, ended_s) for step, ended_s in found.ends if step > begun]
+    return found
+
+
+def bars(values: Sequence[float], width: int) -> str:
+    """Returns a curve of one row."""
+    columns = means(values, width)
+    low, high = min(columns, default=0.0), max(columns, default=1.0)
+    return "".join(BARS[1 + round((value - low) / ((high - low) or 1) * 7)] for value in columns)
+
+
+def means(values: Sequence[float], count: int) -> list[float]:
+    """Returns at most `count` means of neighbours, of what is finite."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    size = max(1, math.ceil(len(finite) / count))
+    parts = (finite[at : at + size] for at in range(0, len(finite), size))
+    return [sum(part) / len(part) for part in parts]
 
 
 class Reporter:
