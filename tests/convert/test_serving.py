@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,9 +28,11 @@ from infinity.tools.convert.rewrite import write_directory
 from infinity.tools.serving.sheet import ALL, SHEET_NAME, FaultSignature, Sheet
 from infinity.tools.serving.verify import judge
 from infinity.tools.training.merge import plan_merge
+from infinity.tools.training.output import MARKER_NAME
 from tests.support.commands import run_command
 from tests.support.quantized import tiny_causal_lm
 from tests.support.sampling_server import serving
+from tests.train.jobs import job_table
 
 from .test_merge import ATTENTION, EXPERTS, MLA, adapt, weights
 
@@ -290,14 +293,21 @@ def test_adapter_and_base_pass_in_one_sweep_with_the_bits_of_two(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts, plain = [], Engine.sweep
+    receipt = {"after": 0, "threads": 1, "ranks": 1, "has_accepted": False, "device": "CPU",
+               "tokens_sha256": "2f", "base": None, "versions": {}}  # fmt: skip
+    adapter = shutil.copytree(trained / "adapter", tmp_path / "adapter")
+    config = job_table(tmp_path, model={"path": str(trained / "base")})
+    marker = {"program": "infinity train", "receipts": [receipt], "config": config}
+    (adapter / MARKER_NAME).write_text(json.dumps(marker))
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "sweep", lambda *args: counts.append(len(args[2])) or plain(*args))
         done = run_command(
-            "export-adapter", trained / "adapter", "--for", "peft", "-o", tmp_path / "out",
+            "export-adapter", adapter, "--for", "peft", "-o", tmp_path / "out",
             "--prompts", trained / "prompts", "--base", trained / "base", "--locate", "none",
         )  # fmt: skip
     assert done.exit_code == 0, done.output
     sheet = Sheet.read(tmp_path / "out" / SHEET_NAME)
+    assert sheet.digests["data"] == "2f"
     assert counts == [2 * len(sheet.prompts)]
     adapter = {"adapter": {"resume": str(trained / "adapter")}}
     model = infinity.from_pretrained(trained / "base", adapter, is_frozen=True)

@@ -42,7 +42,7 @@ from infinity.tools.training.base_identity import IDENTITY_NAME
 from infinity.tools.training.data_files import read_utf8, texts_in
 from infinity.tools.training.job_data import open_data, refuse_stranger
 from infinity.tools.training.merge import Change, factors_of, read_changes, variant_of
-from infinity.tools.training.output import config_of_run
+from infinity.tools.training.output import config_of_run, receipts_of_run
 from infinity.tools.training.own_experts import names_in
 from infinity.tools.training.settle import settle, tokenizer_of
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
@@ -162,6 +162,7 @@ def write_passport(
     if server != "peft":
         said["for"] = LOADERS[server].release
     rows: list[list[int]] = []
+    receipts = receipts_of_run(adapter) if run is not None else []
     if locate is not None:
         vocab_size = adapted.get_base_model().config.get_text_config().vocab_size
         rows, said["data"] = _read_prompts(prompts, run, base, vocab_size)
@@ -171,9 +172,11 @@ def write_passport(
             if (adapter / IDENTITY_NAME).is_file():
                 shutil.copyfile(adapter / IDENTITY_NAME, partial / IDENTITY_NAME)
         if locate is not None:
+            data = {"data": str(receipts[-1]["tokens_sha256"])} if receipts else {}
             sheet = make_sheet(
-                adapter, source, adapted, rows, config=tiers, locate=locate, progress=progress
-            )
+                adapter, source, adapted, rows, data=data, config=tiers, locate=locate,
+                progress=progress,
+            )  # fmt: skip
             said |= {"prompts": len(rows), "faults": len(sheet.faults)}
             said["sheet"] = str(out / SHEET_NAME)
             with reporting("write", out):

@@ -57,8 +57,8 @@ class FaultSignature:
 class Sheet:
     """Token ids of prompts, and log-probabilities of their tokens, in nats, teacher forced.
 
-    digests: SHA-256 of the adapter's files and of the prompts; of the base as in
-        `infinity_base.json`
+    digests: SHA-256 of the adapter's files, of the prompts, and of the tokens of its run; of the
+        base as in `infinity_base.json`
     groups: the modules of each group that `faults` names
     """
 
@@ -117,6 +117,7 @@ def make_sheet(
     adapted: Any,
     prompts: list[list[int]],
     *,
+    data: dict[str, str],
     config: Any = None,
     locate: Locate = "layers",
     progress: Callable[..., None] = lambda **_: None,
@@ -125,6 +126,7 @@ def make_sheet(
 
     source, adapted: as `read_changes` gives them; the model is offloaded here, and closed
     prompts: token ids, at least two for each prompt
+    data: digests of what the adapter has learned
     config: of the tiers, as `infinity.offload` takes it
     locate: the groups whose faults the sheet tells apart: "kinds" of modules, also "layers", also
         single "modules". Each fault takes one forward, which reads the base once
@@ -162,6 +164,7 @@ def make_sheet(
             "base_table": identity.table_sha256,
             "base_samples": identity.samples_sha256,
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+            **data,
         },
         prompts=prompts,
         adapter=both[: len(prompts)],
