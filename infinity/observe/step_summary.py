@@ -156,17 +156,17 @@ def _stall(span: Span, window: Interval, length_s: float, transfers: dict[int, S
         asked_s = (span.start_ns - last.start_ns) / 1e9
         queued_s = max(0, last.args["issued_ns"] - span.start_ns) / 1e9
     return Stall(
-        cause=_without_wrappers(span.name),
+        cause=without_wrappers(span.name),
         start_s=(start_ns - window[0]) / 1e9,
         stall_s=(end_ns - start_ns) / 1e9,
         share=(end_ns - start_ns) / 1e9 / length_s,
-        waits_for=tuple(map(_without_wrappers, span.args.get("waits_for", ()))),
+        waits_for=tuple(map(without_wrappers, span.args.get("waits_for", ()))),
         asked_before_s=asked_s,
         queued_s=queued_s,
     )
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """Returns the name of a unit as its model has it, without the modules that PEFT adds."""
     return name.replace("base_model.model.", "").replace(".base_layer", "")
 

@@ -81,7 +81,7 @@ def recording() -> list[Span]:
                 ),
                 Span(
                     "reads /swap",
-                    f"master of {unit}",
+                    f"master of base_model.model.{unit}.base_layer",
                     start,
                     start + 15 * MS,
                     {"nbytes": 30 << 20, "issued_ns": start + 5 * MS},

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from infinity.errors import ConfigError
-from infinity.observe.step_summary import Stall, StepSummary, busy_from_ns
+from infinity.observe.step_summary import Stall, StepSummary, busy_from_ns, without_wrappers
 from infinity.observe.tracer import Span, Track
 from infinity.sizes import format_nbytes
 from infinity.tools.pictures.timeline import (
@@ -94,7 +94,7 @@ def _finding(step: StepSummary) -> str:
 
 def _name(span: Span) -> str:
     moved = f", {format_nbytes(span.args['nbytes'])}" if "nbytes" in span.args else ""
-    return span.name + moved
+    return without_wrappers(span.name) + moved
 
 
 def _kind_of(span: Span, backward: Sequence[tuple[int, int]]) -> str:
