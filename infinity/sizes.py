@@ -46,6 +46,12 @@ def parse_nbytes(text: str | int) -> int:
     return int(Decimal(number) * _UNITS[unit])
 
 
+def counted(number: int, nouns: str) -> str:
+    """Returns a number with its noun, of which `nouns` is the plural."""
+    head, joint, rest = nouns.partition(" with ")
+    return f"{number:,} {head.removesuffix('s') if number == 1 else head}{joint}{rest}"
+
+
 def format_nbytes(nbytes: int | float) -> str:
     """Human form with binary units: 536870912 -> '512.0 MiB'."""
     value = float(nbytes)

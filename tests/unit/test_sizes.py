@@ -12,6 +12,7 @@ from infinity.sizes import (
     MIB,
     align_down,
     align_up,
+    counted,
     format_nbytes,
     parse_nbytes,
     write_size,
@@ -86,3 +87,8 @@ def test_alignment_brackets_the_value_within_one_step(value: int, alignment: int
 def test_alignment_examples() -> None:
     assert (align_up(5, 4), align_down(5, 4), align_up(8, 4), align_down(8, 4)) == (8, 4, 8, 8)
     assert align_up(1, 4 * KIB) == 4096
+
+
+def test_one_thing_is_in_the_singular() -> None:
+    assert counted(1, "images with captions") == "1 image with captions"
+    assert (counted(1, "steps"), counted(2_000, "steps")) == ("1 step", "2,000 steps")

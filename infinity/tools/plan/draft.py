@@ -25,7 +25,7 @@ from infinity.plan.hardware import UNSURE, Device, Hardware, Host, Nvme
 from infinity.plan.layout import PlannedModel
 from infinity.plan.model import model_for
 from infinity.plan.predict import Forecast, forecast
-from infinity.sizes import GIB, MIB, align_up, format_nbytes
+from infinity.sizes import GIB, MIB, align_up, counted, format_nbytes
 from infinity.storage.arena import available_host_nbytes
 from infinity.tiers.open_device import device_kind
 from infinity.tools.plan.data_facts import (
@@ -308,7 +308,7 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
         steps = max(1, -(-wish.passes * trained // of_all))
         passes = "one pass" if wish.passes == 1 else f"{wish.passes} passes"
         kind = wish.data.noun if wish.data and wish.data.num_records else "sequences"
-        why_steps = f"{passes} over {trained:,} {kind}"
+        why_steps = f"{passes} over {counted(trained, kind)}"
     batch = _Batch(length, size, wanted, steps)
     return batch, {
         "data.sequence_length": why_length,
@@ -316,7 +316,7 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
         "train.batch_size": f"sequences of a micro-batch: {size * length:,} tokens",
         "train.gradient_accumulation_steps": "micro-batches"
         + (f" of each of {wish.num_ranks} ranks" if wish.num_ranks > 1 else "")
-        + f"; a step has {of_all} sequence{'s' * (of_all > 1)}, {of_all * length:,} tokens",
+        + f"; a step has {counted(of_all, 'sequences')}, {of_all * length:,} tokens",
         "schedule.micro_batch": "all micro-batches of a step pass a block while it is in memory",
     }
 
@@ -384,19 +384,17 @@ def file_of(wish: Wish, found: Draft, forecast: Forecast, name: str, today: str 
 
 def answer_lines(wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
     """Returns plan's sentences, and how long the data take."""
-    steps = f"{found.steps:,} step{'s' * (found.steps > 1)}"
     said = sentences(forecast)
     if wish.data is None:
         return [*said, "How long your data take: infinity new with --data FILE."]
     what, took = _data_in_words(wish.data, wish.passes), found.steps * forecast.step.step_s
-    return [*said, f"Your data, {what}: {steps}, {duration(took)}."]
+    return [*said, f"Your data, {what}: {counted(found.steps, 'steps')}, {duration(took)}."]
 
 
 def _data_in_words(data: DataFacts, passes: int) -> str:
     what = f"{'' if data.is_exact else 'about '}{data.num_tokens:,} tokens"
     if data.num_records:
-        noun = data.noun.removesuffix("s") if data.num_records == 1 else data.noun
-        what = f"{data.num_records:,} {noun}" + f" ({what})" * bool(data.num_tokens)
+        what = counted(data.num_records, data.noun) + f" ({what})" * bool(data.num_tokens)
     return what if passes == 1 else f"{passes} times {what}"
 
 

@@ -14,6 +14,7 @@ from infinity.config import JobConfig
 from infinity.config.extras import installed
 from infinity.config.hub import model_name, published_name
 from infinity.config.schema.train import Purpose
+from infinity.sizes import counted
 from infinity.tools.training.report import Line, Reporter, Summary, bars, clock_of, summary_of
 
 Event = Literal["end", "failure", "plateau"]
@@ -98,15 +99,15 @@ def model_card(config: JobConfig, summary: Summary, kind: str, lines: Sequence[L
     numbers = summary.to_dict()
     files = ", ".join(source.location.name for source in config.data.paths)
     batch = train.batch_size * train.gradient_accumulation_steps
-    what = f"sequence{'s' if batch > 1 else ''} of at most {config.data.sequence_length} tokens"
+    what = f"{counted(batch, 'sequences')} of at most {config.data.sequence_length} tokens"
     if shown is not None:
-        what = shown.described()
+        what = f"{batch} {shown.described()}"
     rows = {
         "base": base,
         "trained": how,
         "labels": ", ".join(train.labels),  # In the order of their numbers.
         "data": f"{files}; {numbers['num_tokens']:,.0f} tokens",
-        "steps": f"{steps:,} of {batch} {what}",
+        "steps": f"{steps:,} of {what}",
         "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}, "
         f"schedule {train.schedule}",
         "loss": "{loss_first:.3f} to {loss_last_mean:.3f} ".format_map(numbers)

@@ -55,6 +55,7 @@ from infinity.errors import (
 )
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
+from infinity.sizes import counted
 from infinity.storage.shards import ShardFiles
 from infinity.tools.training.adapter import save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
@@ -306,12 +307,13 @@ class Run:
     def _description(self) -> str:
         length, held_out = self._config.data.sequence_length, self._job.data.held_out
         num_rows, shown = len(self._job.trainer.train_dataset), self._config.train.diffusion
-        what = f"sequences of {length if self._job.data.is_ready else f'at most {length}'}"
-        if shown is not None:
-            what = shown.described()
+        what = (
+            f"{counted(num_rows, 'sequences')} of {'' if self._job.data.is_ready else 'at most '}"
+        )
+        what = f"{what}{length}" if shown is None else f"{num_rows:,} {shown.described()}"
         return (
             f"{self._job.plan.kind}, {self.summary.num_parameters:,} parameters; "
-            f"{self._job.num_tokens:,} tokens in {num_rows:,} {what}, "
+            f"{self._job.num_tokens:,} tokens in {what}, "
             f"{0 if held_out is None else len(held_out):,} held out"
         )
 
