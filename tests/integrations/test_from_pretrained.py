@@ -7,6 +7,7 @@ import logging
 import pickle
 import runpy
 import shutil
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,14 @@ def test_a_part_of_a_new_head_written_before_its_value_is_refused(
                 losses_of(model, tmp_path / "out")
 
 
-def test_a_model_that_no_trainer_trains_says_what_to_do(made: Path) -> None:
+def test_a_model_that_no_trainer_trains_says_what_to_do(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "plain.py").write_text("import torch; torch.nn.Linear(2, 2)")
+    assert run_command("run", tmp_path / "plain.py").exit_code == 0
+    assert "plain.py: no model was offloaded" in caplog.text
     with DropIn().installed():
         model = AutoModelForCausalLM.from_pretrained(made)
     with pytest.raises(ConfigError, match=r"infinity\.from_pretrained"):

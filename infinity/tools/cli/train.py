@@ -215,6 +215,12 @@ def run(
     sys.path.insert(0, str(script.resolve().parent))
     with drop_in.installed():
         runpy.run_path(str(script), run_name="__main__")
+    if not drop_in.offloaded:  # A model of diffusers in a loop of accelerate, for example.
+        logging.getLogger("infinity").warning(
+            "%s: no model was offloaded. Those of transformers' from_pretrained are, in a Trainer "
+            "or accelerator.prepare; for any other add infinity.offload(model, config)",
+            script.name,
+        )
     if as_json:
         typer.echo(json.dumps({"offloaded": drop_in.offloaded}, indent=2), err=True)
 
