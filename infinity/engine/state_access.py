@@ -64,19 +64,25 @@ class StateAccess:
     gradients: GradientSink
     chunk_nbytes: int
     partition: Partition | None = None  # None unless ranks share the state.
-    chosen: Collection[int] | None = None  # Units; None: all.
+    chosen: Collection[int] | None = None  # Full units; None: all.
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """The units with state on this rank."""
-        if self.chosen is None:
-            return self.store.units
-        return tuple(unit for unit in self.store.units if unit.index in self.chosen)
+        return tuple(filter(self.is_chosen, self.store.units))
 
     @property
     def full_units(self) -> tuple[Unit, ...]:
         """The units of the model, whichever rank keeps their state."""
-        return self.units if self.partition is None else self.partition.full_units
+        units = self.store.units if self.partition is None else self.partition.full_units
+        return tuple(filter(self.is_chosen, units))
+
+    def is_chosen(self, unit: Unit) -> bool:
+        """Whether the state of a unit, or of the unit that it is a shard of, is accessed."""
+        divided = self.partition
+        # The index of a shard is as far behind that of its unit as there are full units.
+        number = unit.index if divided is None else unit.index % len(divided.full_units)
+        return self.chosen is None or number in self.chosen
 
     def is_kept(self, unit: Unit, kind: StateKind) -> bool:
         """Whether this rank, or all ranks together, keep this state kind of one of `full_units`."""

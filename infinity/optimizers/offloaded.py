@@ -351,13 +351,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def own_units(self) -> frozenset[int]:
         """Returns the units that this optimizer updates. Raises ConfigError for one that has other
-        trained parameters as well, and UnsupportedError for several ranks."""
+        trained parameters as well."""
         own = frozenset(param.unit.index for param in self._params.values())
-        if self.engine.num_ranks > 1:
-            raise UnsupportedError(
-                "a checkpoint of one optimizer among several (all_state=False) is for one rank; "
-                "save all state"
-            )
         for param in self.engine.params:
             is_others = param.handle.requires_grad and id(param.handle) not in self._params
             if is_others and param.unit.index in own:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 import infinity
 from infinity.config import JobConfig, SwapConfig
+from infinity.config.schema import changed
 from infinity.errors import ConfigError
 from infinity.testing import SimulatedDevice
 from infinity.tools.training import program
@@ -19,6 +21,7 @@ from tests.support.exhaustive import sampled
 from tests.train import test_distill as distilled
 from tests.train import test_grpo as rewarded
 from tests.train import test_records as learned
+from tests.train import test_several_adapters as adapters
 from tests.train.jobs import lines_of
 from tests.train.record_jobs import adapter_job
 from tests.train.test_heads import LABELS, MARGINS, TEXTS
@@ -30,7 +33,7 @@ embedding = pytest.importorskip(
     "tests.train.test_embed", reason="pip install sentence-transformers"
 )
 base, directories, models = rewarded.base, embedding.directories, distilled.models
-causal = learned.base
+causal, several, table = learned.base, adapters.several, adapters.table
 
 
 def _train(rank: int, config: SwapConfig | JobConfig, resume: bool = False) -> None:
@@ -263,3 +266,40 @@ def test_a_server_samples_for_two_ranks_and_dies(tmp_path: Path, base: Path) -> 
         for key in ("loss", "reward", "entropy", rewarded.DIFFERENCE + "max"):
             assert whole[key] == again[key], key
         assert whole[rewarded.DIFFERENCE + "max"] < 1e-5
+
+
+def _train_each_alone(rank: int, configs: list[SwapConfig]) -> None:
+    for config in configs:
+        program.train(config)
+
+
+def _train_stopped(rank: int, config: SwapConfig) -> int:
+    """Rank 1 is asked to end in its second step."""
+    begin = program.Run.begin_step
+
+    def stop(run: program.Run) -> None:
+        if rank == 1 and run.num_steps == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        begin(run)
+
+    program.Run.begin_step = stop  # type: ignore[method-assign]
+    return program.train(config)[1]
+
+
+def test_adapters_of_one_sweep_have_the_bits_of_runs_of_their_own_over_ranks_too(
+    tmp_path: Path, several: dict[str, Any]
+) -> None:
+    """Stopped on one rank, and continued on both."""
+    several["tiers"]["host"]["capacity"], several["checkpoint"] = "128MiB", {}
+    configs = [
+        changed(config, {"output.directory": tmp_path / f"alone-{number}"})
+        for number, config in enumerate(SwapConfig.load(several).of_adapters())
+    ]
+    run_ranks(2, _train_each_alone, configs)
+    assert run_ranks(2, _train_stopped, SwapConfig.load(several)) == [143, 143]
+    run_ranks(2, _train, SwapConfig.load(several), True)
+    for config, place in zip(configs, adapters.places(several).values(), strict=True):
+        lines, weights, _ = adapters.left_by(place)
+        wanted_lines, wanted, _ = adapters.left_by(config.output.directory)
+        assert lines == wanted_lines and len(lines) == 4
+        assert all((weights[name] == wanted[name]).all() for name in wanted)

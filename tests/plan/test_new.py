@@ -413,7 +413,7 @@ def test_a_mistyped_directory_is_no_name_of_the_hub(tmp_path: Path) -> None:
         (("--sweep", "depth=3"), "once for each of lr, rank, alpha, dropout, seed"),
         (("--sweep", "rank=8", "--sweep", "rank=9"), "once for each of"),
         (("--sweep", "rank=8,many"), "expected numbers"),
-        (("--sweep", "rank=8", "--full"), "without experts, on one rank"),
+        (("--sweep", "rank=8", "--full"), "for adapters without experts"),
     ],
 )
 def test_a_wrong_wish_is_refused_before_anything_is_measured(

@@ -167,7 +167,7 @@ def kept_tensors(state: StateAccess) -> KeptTensors:
         share.part: share for shard in divided.local for share in (*shard.shares, *shard.frozen)
     }
     kept = []
-    for unit in (unit for unit in divided.units if unit.stored is None):
+    for unit in (unit for unit in state.units if unit.stored is None):
         has_kind = partial(state.has_kind, unit)
         tensors = state_tensors(unit, has_kind=has_kind, shares=shares)
         kept.append((unit, [tensor for tensor in tensors if has_kind(tensor.state_kind)]))
@@ -280,9 +280,11 @@ def state_kind_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[KindR
     ]
 
 
-def own_weights(divided: Partition) -> Iterator[KindRange]:
+def own_weights(state: StateAccess, divided: Partition) -> Iterator[KindRange]:
     """Yields the part that this rank owns of the weights that every rank keeps in full."""
     for full_unit, shard in zip(divided.full_units, divided.local, strict=True):
+        if not state.is_chosen(full_unit):
+            continue
         for shares in (shard.shares, shard.frozen):
             places = [_weight_range(share) for share in shares]
             if not places:
@@ -371,7 +373,7 @@ def contents_of(state: StateAccess, *, may_link: bool) -> Contents:
     """Divides the state that this rank keeps by the way of keeping it. Moves no byte."""
     if state.partition is not None:
         linked: list[KindRange] = []
-        pages = _empty_ranges(state.partition)
+        pages = _empty_ranges(state, state.partition)
         for kind_range in _ranges_of_rank(state, state.partition):
             is_linked = may_link and is_linkable(state, kind_range.unit, kind_range.state_kind)
             (linked if is_linked else pages).append(kind_range)
@@ -398,13 +400,13 @@ def _ranges_of_rank(state: StateAccess, divided: Partition) -> list[KindRange]:
         if tensor.share is not None and divided.is_saver(unit)
     ]
     ranges = state_kind_ranges(rows)
-    return ranges if divided.stage == 3 else [*own_weights(divided), *ranges]
+    return ranges if divided.stage == 3 else [*own_weights(state, divided), *ranges]
 
 
-def _empty_ranges(divided: Partition) -> list[KindRange]:
+def _empty_ranges(state: StateAccess, divided: Partition) -> list[KindRange]:
     """Returns the parameters without an element, which have no owner, for the first rank."""
     found = []
-    for unit in divided.full_units if divided.rank == 0 else ():
+    for unit in state.full_units if divided.rank == 0 else ():
         if unit.stored is not None:
             continue
         facts = [spec.facts for spec in unit.tensors if not spec.numel]

@@ -142,7 +142,7 @@ def async_save(
         last = _await_last(engine)
         copying = _copying_directory(engine, target, program.step) if linked else None
         own = _own_commits(engine, commits)
-        _check_ranks(engine)
+        _check_ranks(engine, program.chosen)
         asked.local = repr((program.step, keep, linked)).encode()
     _refuse_different("save", asked)
     place, leaving = copying or target, own
@@ -236,7 +236,7 @@ def commit(
         )
     with engine.ranks.collective_section("infinity.checkpoint.commit") as asked:
         program = _Program.of(model, optimizer, scheduler, step, extra)
-        _check_ranks(engine)
+        _check_ranks(engine, program.chosen)
         asked.local = repr(program.step).encode()
     _refuse_different("commit", asked)
     return _write_checkpoint(directory, engine, model, program, keep=1, linked=True, leaving=())
@@ -288,8 +288,9 @@ def _refuse_different(call: str, asked: CollectiveSection) -> None:
         )
 
 
-def _check_ranks(engine: Engine) -> None:
-    """Checks, for several ranks, that parameters are at rest and have no gradients.
+def _check_ranks(engine: Engine, chosen: Collection[int] | None) -> None:
+    """Checks, for several ranks, that parameters are at rest, and those of `chosen` units without
+    gradients.
 
     A gradient may be in transit between ranks until the step has used it. Raises UnsupportedError,
     InfinityError.
@@ -299,7 +300,8 @@ def _check_ranks(engine: Engine) -> None:
     with engine.at_rest("infinity.checkpoint"):
         pass
     for param in engine.params:
-        if engine.gradients.has(param.spec):
+        is_kept = chosen is None or param.unit.index in chosen
+        if is_kept and engine.gradients.has(param.spec):
             raise UnsupportedError(
                 f"{param.name!r} has a gradient, which checkpoints of several ranks cannot hold; "
                 "call optimizer.step() and optimizer.zero_grad() before"

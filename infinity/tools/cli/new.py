@@ -95,7 +95,7 @@ class NewOptions:
     @property
     def num_ranks(self) -> int:
         """The number of ranks. The devices of this machine are not counted."""
-        if self.ranks is not None or self.hardware is None or self.sweep:
+        if self.ranks is not None or self.hardware is None:
             return self.ranks or 1
         from infinity.plan.hardware import load_hardware
 
@@ -170,10 +170,9 @@ def _refuse(asked: NewOptions) -> None:
 
     if asked.full and (asked.rank is not None or asked.experts):
         raise ConfigError("expected --full, or --lora and --experts; got both. Leave one out")
-    if asked.sweep and (asked.full or asked.experts or asked.num_ranks > 1):
+    if asked.sweep and (asked.full or asked.experts):
         raise ConfigError(
-            "--sweep is for adapters without experts, on one rank; leave it out, or "
-            "--full, --experts and --ranks"
+            "--sweep is for adapters without experts; leave it out, or --full and --experts"
         )
     if any("rank" in table for table in _swept(asked)) and asked.rank is not None:
         raise ConfigError("expected --lora, or the ranks of --sweep; got both. Leave one out")

@@ -286,12 +286,11 @@ def _predict(asked: PlanOptions) -> None:
     data = None if count is None else parse_count(count, "--data-tokens")
     if data is not None and asked.examples is not None:
         data *= batch.sequence_length
-    is_of_one_rank = asked.score or bool(config.adapters)
     has_second = not asked.by_name and not asked.score and has_reference(config)
     with sharing_budgets(config, has_second=has_second) as config:
         found = forecast(
             config, model, machine, batch,
-            num_ranks=asked.ranks or (1 if is_of_one_rank else machine.device.count),
+            num_ranks=asked.ranks or (1 if asked.score else machine.device.count),
             num_nodes=asked.nodes, shard_drives=drives,
         )  # fmt: skip
     found = replace(found, data_tokens=data, other=on_other_drives(config, model, found))

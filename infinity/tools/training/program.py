@@ -51,7 +51,6 @@ from infinity.errors import (
     ConfigError,
     InfinityError,
     NonFiniteError,
-    UnsupportedError,
 )
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
@@ -566,11 +565,6 @@ def opened(
     with ExitStack() as stack:
         stack.enter_context(without_renaming_notice())
         rank = stack.enter_context(job_rank(configs[0]))
-        if len(configs) > 1 and rank.count > 1:
-            raise UnsupportedError(
-                "several adapters ([[adapter]]) train on one rank; start `infinity train` without "
-                "torchrun, or train one adapter over ranks"
-            )
         if not rank.is_first:
             console, trace = Console(quiet=True), None
         for text in lines_of(settled):  # Before data is counted by a tokenizer that is not meant.
