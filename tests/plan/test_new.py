@@ -257,6 +257,10 @@ def test_a_file_for_ranks_says_how_to_start_them(tmp_path: Path, machine: Path) 
     assert f"next: {command}" in result.output
     assert "#   torchrun --nproc-per-node 2 -m infinity train 'a run.toml' " in file.read_text()
     assert "#   infinity plan 'a run.toml' --ranks 2 " in file.read_text()
+    other = tmp_path / "by plan.toml"
+    written = ("plan", "--model", str(directory), "--hardware", str(machine), "--lora", "16")
+    RUNNER.invoke(app, [*written, "--ranks", "2", "--write", str(other)], catch_exceptions=False)
+    assert "torchrun --nproc-per-node 2" in other.read_text()
     planned = RUNNER.invoke(app, ["plan", str(file), "--ranks", "2", "--hardware", str(machine)])
     assert planned.exit_code == 0, planned.output
     more = run(directory, "--hardware", "1xh200-4nvme", "--ranks", 2, "-o", tmp_path / "b.toml")

@@ -194,7 +194,7 @@ def _write(asked: PlanOptions, file: Path) -> None:
     write_new(
         NewOptions(
             Path(asked.model), rank=asked.lora, experts=asked.experts, sequence=asked.sequence,
-            hardware=asked.hardware, out=file,
+            ranks=asked.ranks, hardware=asked.hardware, out=file,
         )
     )  # fmt: skip
 
