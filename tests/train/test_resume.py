@@ -173,8 +173,9 @@ def test_a_full_drive_of_checkpoints_alone_is_named_before_the_first_step(job, m
         return os.statvfs_result(stats)
 
     monkeypatch.setattr(os, "statvfs", full)
-    with pytest.raises(StorageError, match=r"far' .*a checkpoint needs .* free space"):
-        run(job, "train.steps=12", "checkpoint.every=4", f"checkpoint.directory={far}")
+    for steps, needs in ((12, "3 checkpoints need"), (4, "a checkpoint needs")):
+        with pytest.raises(StorageError, match=rf"far' .*{needs} .* free space"):
+            run(job, f"train.steps={steps}", "checkpoint.every=4", f"checkpoint.directory={far}")
     assert not (job / "output" / "metrics.jsonl").exists()
 
 

@@ -15,6 +15,7 @@ import torch
 from infinity.checkpoint import weight_source
 from infinity.checkpoint.durable import check_space
 from infinity.checkpoint.huggingface.export_weights import plan_export
+from infinity.checkpoint.run.directory import list_checkpoints
 from infinity.checkpoint.run.load import Loaded
 from infinity.config import JobConfig
 from infinity.config.machine import host_memory
@@ -224,20 +225,24 @@ def _give_teacher(trainer: Any, config: JobConfig, data: JobData, teacher: Teach
 
 
 def _check_checkpoint_space(model: Any, config: JobConfig, output: Path) -> None:
-    """Raises StorageError if the drive has no space for a checkpoint of what is trained. On the
-    drive of the swap directory checkpoints are links, and `offload` reserves their space."""
-    place, swap = config.checkpoint_directory, config.tiers.nvme
+    """Raises StorageError if the drive has no space for the checkpoints of what is trained that lie
+    there at once: a new one is complete before the oldest goes. On the drive of the swap directory
+    checkpoints are links, and `offload` reserves their space."""
+    place, swap, count = config.checkpoint_directory, config.tiers.nvme, 1
     if config.checkpoint is None or (swap and not is_elsewhere(swap, place)):
         return
+    if every := config.checkpoint.every:
+        count = max(1, config.checkpoint.keep + 1 - len(list_checkpoints(place)))
+        count = min(count, -(-config.train.steps // every)) if config.train.steps else count
     trained: int = sum(p.numel() for p in model.parameters() if p.requires_grad)
     moment_nbytes = 1 if config.precision.moments == "8bit" else 4
     check_space(
         place if place.is_dir() else output,
-        trained * (4 + moment_nbytes * config.optimizer.num_moments),
+        count * trained * (4 + moment_nbytes * config.optimizer.num_moments),
         path=place,
         operation="checkpoint",
-        needs="a checkpoint needs",
-        remedy="; free space, or name another checkpoint.directory",
+        needs="a checkpoint needs" if count == 1 else f"{count} checkpoints need",
+        remedy="; free space, lower checkpoint.keep, or name another checkpoint.directory",
     )
 
 
