@@ -252,6 +252,8 @@ def test_evaluation_needs_held_out_data() -> None:
     train = {"steps": 1, "batch_size": 1, "eval_every": 1}
     data = {"paths": "/a", "held_out": 0}
     assert "data.held_out is 0" in faults({"train": train, "data": data})["train.eval_every"]
+    train |= {"method": "grpo", "grpo": {"rewards": ["module:function"]}}
+    assert faults({"train": train})["train"].startswith('eval_every: expected 0 with "grpo", whose')
 
 
 def test_window_is_not_larger_than_the_host_budget() -> None:

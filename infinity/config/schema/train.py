@@ -299,8 +299,8 @@ class Train(Section):
     @model_validator(mode="after")
     def _rewarded(self) -> Train:
         if self.grpo is not None and self.eval_every:
-            text = f'expected 0 with "{self.method}", whose rewards are in the metrics'
-            raise refuse(text, self.eval_every)
+            came = f'with "{self.method}", whose rewards are in the metrics; got {self.eval_every}'
+            raise conflict(f"eval_every: expected 0 {came}")
         if self.grpo is not None and self.grpo.is_served and self.method == "rloo":
             raise conflict('grpo.sampler: expected "transformers" with method = "rloo"')
         return self
