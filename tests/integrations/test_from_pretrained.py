@@ -279,7 +279,7 @@ def test_a_model_that_no_trainer_trains_says_what_to_do(
     monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "plain.py").write_text("import torch; torch.nn.Linear(2, 2)")
     assert run_command("run", tmp_path / "plain.py").exit_code == 0
-    assert "plain.py: no model was offloaded" in caplog.text
+    assert "plain.py: `infinity run` has offloaded no model" in caplog.text
     with DropIn().installed():
         model = AutoModelForCausalLM.from_pretrained(made)
     with pytest.raises(ConfigError, match=r"infinity\.from_pretrained"):

@@ -217,8 +217,9 @@ def run(
         runpy.run_path(str(script), run_name="__main__")
     if not drop_in.offloaded:  # A model of diffusers in a loop of accelerate, for example.
         logging.getLogger("infinity").warning(
-            "%s: no model was offloaded. Those of transformers' from_pretrained are, in a Trainer "
-            "or accelerator.prepare; for any other add infinity.offload(model, config)",
+            "%s: `infinity run` has offloaded no model. It takes those of transformers' "
+            "from_pretrained, in a Trainer or accelerator.prepare; any other needs "
+            "infinity.offload(model, config) in the program",
             script.name,
         )
     if as_json:
