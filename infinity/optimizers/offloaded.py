@@ -481,7 +481,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _check_settings(self, groups: list[dict[str, Any]]) -> None:
         for group, saved in zip(self.param_groups, groups, strict=True):
-            refuse_options(self, saved)
+            # These two change the use of torch's optimizer, not the numbers that it has saved.
+            refuse_options(self, {**saved, "capturable": False, "differentiable": False})
             self.check_group({**group, **saved})
 
     def _take_settings(self, groups: list[dict[str, Any]]) -> None:
@@ -533,7 +534,7 @@ def refuse_options(optimizer: OffloadedOptimizer, options: Mapping[str, Any]) ->
     for key in ("amsgrad", "maximize", "capturable", "differentiable"):
         if options.get(key):
             word = type(optimizer).__name__
-            raise UnsupportedError(f"infinity.{word} has no {key!r}; leave it out")
+            raise UnsupportedError(f"infinity.{word} has no {key!r}; train without it")
     is_decoupled = optimizer.name == "adamw"  # torch's Adam has both rules.
     if options.get("decoupled_weight_decay", is_decoupled) != is_decoupled:
         rule = "Adam" if is_decoupled else "AdamW"

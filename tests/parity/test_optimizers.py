@@ -382,6 +382,7 @@ def test_an_optimizer_is_used_as_torchs_is(swap_directory: Path) -> None:
     model = infinity.offload(build(), swap_config(swap_directory, placement="host"))
     with infinity.engine_of(model):
         optimizer = infinity.AdamW(model, fused=True, foreach=True)
+        _loaded(optimizer, capturable=True, differentiable=True)  # Of no consequence here.
 
         def closure() -> Tensor:
             optimizer.zero_grad()
