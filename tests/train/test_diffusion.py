@@ -516,12 +516,14 @@ def test_records_name_images_with_their_captions(form: str, home: Path, tmp_path
     ({"data.sequence_length": 513}, "at most 512, .* a FluxPipeline takes; got 513"),
     ({"model.path": "qwen/transformer", "data.sequence_length": 1025}, "at most 1024, .*; got 1025"),
     ({"model.path": "images"}, "a directory with model_index.json; got"),
+    ({"model.path": "wan2/copy"}, "expected transformer or transformer_2 of .*; got copy"),
     ({"model.path": "flux/vae"}, "is a AutoencoderKL; expected the FluxTransformer2DModel of a F"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_is_refused(
     change: dict[str, Any], message: str, home: Path, tmp_path: Path, caplog: Any
 ) -> None:
     change = {k: home / v if k == "model.path" else v for k, v in change.items()}
+    shutil.copytree(home / "wan2/transformer", home / "wan2/copy", dirs_exist_ok=True)
     config = changed(config_of(job_of(tmp_path, home, "flux")), change)
     with pytest.raises(ConfigError, match=message):
         program.train(config)

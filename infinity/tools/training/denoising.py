@@ -303,6 +303,11 @@ def _numbers(index: Path, table: dict[str, Any], part: str, scheduler: Any) -> r
     count = len(scheduler.timesteps)
     if not (table.get("transformer_2") or [None])[0]:
         return range(count)
+    if part not in ("transformer", "transformer_2"):
+        raise ConfigError(
+            f"model.path: expected transformer or transformer_2 of {index}, each of which has its "
+            f"own noise levels; got {part}"
+        )
     boundary, found = table.get("boundary_ratio"), range(0)
     if isinstance(boundary, float):
         least = boundary * scheduler.config.num_train_timesteps
