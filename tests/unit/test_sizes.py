@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.config.schema.train import Diffusion
 from infinity.sizes import (
     GIB,
     KIB,
@@ -91,4 +92,5 @@ def test_alignment_examples() -> None:
 
 def test_one_thing_is_in_the_singular() -> None:
     assert counted(1, "images with captions") == "1 image with captions"
+    assert Diffusion(resolution=32).described(1) == "1 image of 32 x 32 pixels"
     assert (counted(1, "steps"), counted(2_000, "steps")) == ("1 step", "2,000 steps")

@@ -22,7 +22,7 @@ from infinity.config.values import (
     size,
     some_text,
 )
-from infinity.sizes import GIB
+from infinity.sizes import GIB, counted
 
 Nonfinite = Literal["error", "skip"]
 LrSchedule = Literal["constant", "linear", "cosine"]
@@ -175,10 +175,10 @@ class Diffusion(Section):
     )
     """Directory of latents and prompt embeddings, which runs may share."""
 
-    def described(self) -> str:
-        """Returns the images of a run in words."""
+    def described(self, count: int) -> str:
+        """Returns a number of images of a run in words."""
         size = f"{self.resolution} x {self.resolution} pixels"
-        return f"images of {'about ' if self.aspect == 'keep' else ''}{size}"
+        return f"{counted(count, 'images')} of {'about ' if self.aspect == 'keep' else ''}{size}"
 
 
 class Embed(Section):

@@ -101,7 +101,7 @@ def model_card(config: JobConfig, summary: Summary, kind: str, lines: Sequence[L
     batch = train.batch_size * train.gradient_accumulation_steps
     what = f"{counted(batch, 'sequences')} of at most {config.data.sequence_length} tokens"
     if shown is not None:
-        what = f"{batch} {shown.described()}"
+        what = shown.described(batch)
     rows = {
         "base": base,
         "trained": how,

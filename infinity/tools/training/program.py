@@ -306,10 +306,9 @@ class Run:
     def _description(self) -> str:
         length, held_out = self._config.data.sequence_length, self._job.data.held_out
         num_rows, shown = len(self._job.trainer.train_dataset), self._config.train.diffusion
-        what = (
-            f"{counted(num_rows, 'sequences')} of {'' if self._job.data.is_ready else 'at most '}"
-        )
-        what = f"{what}{length}" if shown is None else f"{num_rows:,} {shown.described()}"
+        most = "" if self._job.data.is_ready else "at most "
+        what = f"{counted(num_rows, 'sequences')} of {most}{length}"
+        what = what if shown is None else shown.described(num_rows)
         return (
             f"{self._job.plan.kind}, {self.summary.num_parameters:,} parameters; "
             f"{self._job.num_tokens:,} tokens in {what}, "
