@@ -77,8 +77,8 @@ def test_a_file_whose_header_grew_beyond_all_bounds_is_not_the_known_one(tmp_pat
             SafetensorsReader(file, known=known)
 
 
-@pytest.mark.parametrize("is_open", [False, True])
-def test_a_file_that_is_written_between_two_reads_is_refused(tmp_path, monkeypatch, is_open):
+@pytest.mark.parametrize("when", ["closed", "open", "meanwhile"])
+def test_a_file_that_is_written_between_two_reads_is_refused(tmp_path, monkeypatch, when):
     """Its header is as it was. Another working directory is no other file."""
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(8)}, file)
@@ -86,10 +86,18 @@ def test_a_file_that_is_written_between_two_reads_is_refused(tmp_path, monkeypat
     source = weight_source("model.safetensors")
     monkeypatch.chdir("/")
     assert torch.equal(source.read("a"), torch.ones(8))
-    if not is_open:
+    if when == "closed":
         source.close()
-    save_file({"a": torch.zeros(8)}, file)
-    os.utime(file, ns=(1, 1))
+
+    def write(*read, plain=os.preadv):
+        save_file({"a": torch.zeros(8)}, file)
+        os.utime(file, ns=(1, 1))
+        return plain(*read) if read else 0
+
+    if when == "meanwhile":
+        monkeypatch.setattr(os, "preadv", write)
+    else:
+        write()
     with pytest.raises(CorruptionError, match="was modified since the checkpoint was opened"):
         source.read("a")
     source.close()

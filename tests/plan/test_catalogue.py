@@ -87,9 +87,8 @@ def test_write_makes_the_file_of_a_directory_only(tmp_path: Path) -> None:
         "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
     }))  # fmt: skip
-    options = ("--model", directory, "--lora", 8, "--hardware", "8xh100-4nvme", "--ranks", 2)
+    options = ("--model", directory, "--lora", 8, "--hardware", "rtx4090-1nvme")
     assert plan(*options, "--write", file).exit_code == 0
-    assert "torchrun --nproc-per-node 2" in file.read_text()
     written = SwapConfig.load(file)
     assert written.adapter is not None and written.adapter.rank == 8
     assert written.model is not None and written.model.path == directory

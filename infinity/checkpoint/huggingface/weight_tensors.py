@@ -10,7 +10,8 @@ import errno
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class WeightTensors:
         )
 
     def _read_bytes(self, name: str) -> bytes:
-        return bytes(tensor_bytes(self._opened(name).read(name)))
+        return bytes(tensor_bytes(self.read_stored(name)))
 
     @property
     def identities(self) -> list[ShardIdentity]:
@@ -122,7 +123,7 @@ class WeightTensors:
         """
         encoded = self._encoded[name]
         if isinstance(encoded.codec, Plain):
-            return self._opened(name).read(name)
+            return self.read_stored(name)
         parts = [self.read_stored(part).reshape(-1).view(torch.uint8) for part in encoded.names]
         tensor = torch.empty(encoded.shape, dtype=dtype or encoded.dtype)
         encoded.codec.decode(parts, encoded.shape, tensor)
@@ -138,7 +139,8 @@ class WeightTensors:
 
     def read_stored(self, stored_name: str) -> torch.Tensor:
         """Returns a stored tensor, by its name in the files, in the dtype of the file."""
-        return self._opened(stored_name).read(stored_name)
+        with self._opened(stored_name) as reader:
+            return reader.read(stored_name)
 
     def stored_facts(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns dtype and shape of all stored tensors, as the headers have them, by name."""
@@ -147,7 +149,10 @@ class WeightTensors:
     def heads(self, stored_names: Iterable[str], nbytes: int) -> dict[str, bytes]:
         """Returns the first bytes of stored tensors, at most `nbytes` of each. Raises as `read`."""
         by_file = sorted(set(stored_names), key=lambda name: (str(self._files[name]), name))
-        heads = {name: self._opened(name).head(name, nbytes) for name in by_file}
+        heads = {}
+        for name in by_file:
+            with self._opened(name) as reader:
+                heads[name] = reader.head(name, nbytes)
         self.close()
         return heads
 
@@ -164,18 +169,22 @@ class WeightTensors:
         """Returns rows [start, stop) of a tensor. Raises as `read`."""
         if not isinstance(self._encoded[name].codec, Plain):
             return self.read(name)[start:stop].clone()
-        reader, info = self._opened(name), self._infos[name]
+        info = self._infos[name]
         rows = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
-        reader.read_into(name, start * math.prod(info.shape[1:]), rows)
+        with self._opened(name) as reader:
+            reader.read_into(name, start * math.prod(info.shape[1:]), rows)
         return rows
 
-    def _opened(self, name: str) -> SafetensorsReader:
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[SafetensorsReader]:
+        """Reads the file with a stored tensor in a `with` block. Raises CorruptionError behind it
+        for a file that has changed by then."""
         header = self._headers[self._files[name]]
         if self._reader is None or self._reader.path != header.identity.path:
             self.close()
             self._reader = SafetensorsReader(header.identity.path, known=header)
+        yield self._reader
         refuse_changed(header.identity)
-        return self._reader
 
     def close(self) -> None:
         """Closes the file. Idempotent; a later `read` opens it again."""
