@@ -27,7 +27,7 @@ from infinity.storage.arena import Arena
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostPool
 from infinity.tools.cli import app
-from infinity.tools.plan.data_facts import DataFacts, read_data
+from infinity.tools.plan.data_facts import DataFacts, read_data, train_keys
 from infinity.tools.plan.draft import Wish, draft
 from infinity.tools.plan.measure import measure_device
 from infinity.tools.training.tokenizers import ByteTokenizer
@@ -279,21 +279,45 @@ def test_columns_that_are_not_learned_count_for_nothing(tmp_path: Path) -> None:
     assert counts[0] == counts[1] and counts[0].num_records == 3
 
 
-def test_data_that_train_would_refuse_are_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pair = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"})
-    contents = (("empty.txt", "", "has no token"), ("list.json", "[]", "has no records"),
-                ("empty.jsonl", "", "is empty"), ("blank.jsonl", "\n \n", "has no records"),
-                ("pairs.jsonl", pair, 'train.method = "dpo" or "reward"'))  # fmt: skip
+def test_data_that_train_would_refuse_are_refused(tmp_path: Path) -> None:
+    labels = ["good", 1], [0, 2], ["good", "good"], [0, None], [0.5, 1.5]
+    contents = (
+        ("empty.txt", "", "has no token"), ("list.json", "[]", "has no records"),
+        ("empty.jsonl", "", "is empty"), ("blank.jsonl", "\n \n", "has no records"),
+        ("second.jsonl", '{"text": "a"}\n{"text": []}', "record 2: text"),
+        *((f"{i}.jsonl", labelled(pair), "cannot be told apart") for i, pair in enumerate(labels)),
+    )  # fmt: skip
     for name, text, said in contents:
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=f"{name}.* {said}"):
             read_data([tmp_path / name], ByteTokenizer())
-    (tmp_path / "labels.jsonl").write_text('{"text": "a", "label": "good"}')
-    found = read_data([tmp_path / "empty.jsonl", tmp_path / "labels.jsonl"], ByteTokenizer())
-    assert (found.noun, found.num_records) == ("records", 1)
-    assert 'train.method = "classify"' in caplog.text
+
+
+def labelled(labels: list[Any]) -> str:
+    return "".join(json.dumps({"text": "a", "label": label}) + "\n" for label in labels)
+
+
+def test_records_decide_the_method(tmp_path: Path) -> None:
+    answers = {"prompt": "a" * 9, "chosen": "b" * 90, "rejected": "c" * 70}
+    pair = {"anchor": "a" * 80, "positive": "b" * 9}
+    head = {"architectures": ["BertForSequenceClassification"], "model_type": "bert"}
+    model = config_only(tmp_path / "head", head | {"id2label": {"0": "yes", "1": "no", "2": "x"}})
+    classify, ranking = {"method": "classify"}, "MultipleNegativesRankingLoss"
+    for text, base, keys, num_tokens in (
+        (labelled(["no", "yes", "no"]), None, classify | {"labels": ["no", "yes"]}, 81),
+        (labelled(["no", "yes"]), model, classify | {"labels": ["yes", "no", "x"]}, 81),
+        (labelled(["a", "b"]), model, classify | {"labels": ["a", "b"]}, 81),
+        (labelled([1, 0]), None, classify | {"labels": ["0", "1"]}, 81),
+        (labelled([2, 0]), model, classify | {"labels": ["yes", "no", "x"]}, 81),
+        (labelled([None]), None, {}, 81),
+        (json.dumps(answers), None, {"method": "dpo"}, 99 + 80),
+        (json.dumps(pair), None, {"method": "embed", "embed": {"loss": ranking}}, 80 + 40),
+        (json.dumps({"input_ids": [7] * 200}), None, {}, 200),
+    ):
+        (file := tmp_path / "data.jsonl").write_text(text)
+        assert train_keys([file], base) == keys
+        found = read_data([file], ByteTokenizer(), train=keys)
+        assert (found.train, found.longest) == (keys, num_tokens)
 
 
 @pytest.mark.parametrize(("file", "content", "said"), [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from transformers import (
     XLNetConfig,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from typer.testing import CliRunner
 
 from infinity.errors import ConfigError
+from infinity.tools.cli import app
 from infinity.tools.convert.rewrite import write_directory
 from infinity.tools.scoring import program as scoring
 from infinity.tools.training.chat import CHATML
@@ -185,6 +188,35 @@ def test_a_trained_reward_model_is_what_score_reads(
     assert sum(row[0] for row in plainly[::2]) > sum(row[0] for row in plainly[1::2])
     with pytest.raises(ConfigError, match="scores sequences, not tokens"):
         scoring.run(replace(request, top_k=1, output=tmp_path / "other.jsonl"))
+
+
+NAMED = [record | {"label": LABELS[i % 2]} for i, record in enumerate(TEXTS)]
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "train"),
+    [
+        (NAMED, [], {"method": "classify", "labels": ["even", "odd"]}),
+        (PREFERENCES, ["--full"], {"method": "dpo"}),
+    ],
+    ids=["classify", "dpo-full"],
+)
+def test_a_new_file_is_planned_and_trains(
+    tmp_path: Path, table: dict[str, Any], records: Any, options: list[str], train: dict[str, Any]
+) -> None:
+    path, file = Path(table["model"]["path"]), tmp_path / "new.toml"
+    ByteTokenizer().for_records().save_pretrained(path)
+    write(data := tmp_path / "data.jsonl", records)
+    command = ["new", str(path), "--data", str(data), "-o", str(file), *options]
+    made = CliRunner().invoke(app, command)
+    assert made.exit_code == 0, made.output
+    planned = CliRunner().invoke(app, ["plan", str(file), "--json"])
+    assert planned.exit_code == 0 and json.loads(planned.output)["answer"]["fits"], planned.output
+    table = tomllib.loads(file.read_text())
+    assert train.items() <= table["train"].items()
+    table["train"] |= {"steps": 1, "warmup_steps": 0, "eval_every": 0}
+    run(table)
+    assert metrics(table)[0][0] > 0
 
 
 def test_a_quantised_base_and_an_encoder_get_a_head(tmp_path: Path, table: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from infinity.plan.directory import ModelDirectory
     from infinity.plan.hardware import Hardware
     from infinity.plan.predict import Forecast
-    from infinity.tools.plan.data_facts import DataFacts
+    from infinity.tools.plan.data_facts import DataFacts, Table
     from infinity.tools.plan.draft import Draft, Wish
 
 _RANK = 16
@@ -127,18 +127,22 @@ def write_new(asked: NewOptions) -> None:
     """Measures, decides, writes the file and prints the answer. Raises ConfigError before anything
     is measured, CapacityError with the key to change if nothing fits."""
     _refuse(asked)
+    from infinity.config.schema.train import METHODS
     from infinity.modules.reading.configuration import table_of_denoiser
     from infinity.plan.directory import read_directory
-    from infinity.tools.plan.data_facts import purpose_of
+    from infinity.tools.plan.data_facts import train_keys
 
     directory = None
     if table_of_denoiser(asked.directory) is not None:
         wish = _wish(asked, None, _captioned(asked))
     else:
-        directory = read_directory(asked.directory, purpose=purpose_of(asked.data or ()))
+        keys = train_keys(asked.data, asked.directory) if asked.data else {}
+        purpose = METHODS[keys.get("method", "sft")].purpose
+        num_labels = len(keys.get("labels", ()))
+        directory = read_directory(asked.directory, purpose=purpose, num_labels=num_labels)
         _refuse_model(asked, directory)
         positions = directory.shape.max_positions
-        wish = _wish(asked, positions, _facts(asked, directory))
+        wish = _wish(asked, positions, _facts(asked, directory, keys))
     machine, found, forecast = _decide(asked, wish, directory)
     if forecast.obstacles:
         raise ConfigError(
@@ -246,11 +250,11 @@ def _captioned(asked: NewOptions) -> DataFacts:
             f"{asked.directory}: for a pipeline of diffusers expected --data IMAGES, and neither "
             "--sweep nor --experts"
         )
-    from infinity.tools.plan.data_facts import CAPTIONED, DataFacts, sources_of
+    from infinity.tools.plan.data_facts import CAPTIONED, DENOISING, DataFacts, sources_of
     from infinity.tools.training.latents import captioned_images
 
     count = len(captioned_images(sources_of(asked.data or ())))
-    return DataFacts(CAPTIONED, count, 0, 0, is_exact=True)
+    return DataFacts(CAPTIONED, count, 0, 0, is_exact=True, train=DENOISING)
 
 
 def _wish(asked: NewOptions, max_positions: int | None, data: DataFacts | None) -> Wish:
@@ -277,7 +281,7 @@ def _wish(asked: NewOptions, max_positions: int | None, data: DataFacts | None) 
     )
 
 
-def _facts(asked: NewOptions, directory: ModelDirectory) -> DataFacts | None:
+def _facts(asked: NewOptions, directory: ModelDirectory, keys: Table) -> DataFacts | None:
     from infinity.tools.plan.data_facts import read_data, sources_of
     from infinity.tools.training.data_files import collect_files
     from infinity.tools.training.settle import tokenizer_of
@@ -299,7 +303,7 @@ def _facts(asked: NewOptions, directory: ModelDirectory) -> DataFacts | None:
         note(str(choice))
     shape = directory.shape
     length, vocab_size = asked.sequence or shape.max_positions, shape.embedding[0].shape[0]
-    return read_data(asked.data, tokenizer, length, vocab_size)
+    return read_data(asked.data, tokenizer, length, vocab_size, keys)
 
 
 def _decide(

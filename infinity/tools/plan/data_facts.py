@@ -5,17 +5,16 @@ The first records of every file are tokenised; the others count by their bytes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from infinity.config import DataSource, SwapConfig
-from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
-from infinity.modules.reading.configuration import MOST_TOKENS
+from infinity.modules.reading.configuration import MOST_TOKENS, config_of_directory, names_scorer
 from infinity.simulate.job import Batch, batch_of
 from infinity.sizes import MIB
 from infinity.tools.training.data_files import collect_files, is_records, read_rows, texts_in
@@ -24,41 +23,76 @@ from infinity.tools.training.job_data import refuse_stranger
 from infinity.tools.training.records import (
     first_record,
     kind_of_columns,
+    learned_rows,
     load_records,
     mark_conversations,
     needed_columns,
 )
 from infinity.tools.training.tokenizers import Tokenizer
 
-_log = logging.getLogger(__name__)
+Table = dict[str, Any]
 
-IMAGES, PAIRS, SCORED = "records with images", "pairs", "scored pairs"
-CAPTIONED = "images with captions"
+IMAGES, CAPTIONED = "records with images", "images with captions"
+DENOISING: Table = {"method": "diffusion", "diffusion": {"resolution": 512, "aspect": "keep"}}
+_NOUNS = ("conversations", "preferences", "pairs")  # Other kinds are "records".
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB
 _MARKS = 8  # Tokens that a template writes around a message,
 _MARKS_NBYTES = 40  # and their bytes, where a token is a byte.
+_TURNS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
     """The content of the files. For text, `num_records` is 0. `longest`: the tokens of the longest
-    record that was tokenised. `is_exact`: all of the data was tokenised."""
+    record that was tokenised. `is_exact`: all of the data was tokenised. `train`: `train_keys`."""
 
-    noun: str  # "conversations", "records", "text" or a name above.
+    noun: str  # One of `_NOUNS`, "records", "text" or a name above.
     num_records: int
     num_tokens: int
     longest: int
     is_exact: bool
+    train: Table = field(default_factory=dict)
 
 
-def purpose_of(paths: Sequence[Path]) -> Purpose:
-    """Returns what a model is for that learns the records of these files."""
+def train_keys(paths: Sequence[Path], model: Path | None = None) -> Table:
+    """Returns the keys of `[train]` that the records of these files decide: a method other than
+    "sft", and what it needs. If `model` has a head, the labels are its own. Raises ConfigError for
+    labels that cannot be told apart."""
+    records, columns = list[Path](), list[str]()
     with suppress(ConfigError):  # Raised again when the data is counted.
         records = collect_files(sources_of(paths))[1]
-        if records and kind_of_columns([*first_record(records)], str(records[0])) == "pairs":
-            return "embeds text"
-    return "generates text"
+        columns = [*first_record(records)] if records else []
+    kind = kind_of_columns(columns, str(records[0])) if columns else ""
+    if kind == "preferences":
+        return {"method": "dpo"}
+    if kind == "pairs":
+        loss = "CoSENTLoss" if "score" in columns else "MultipleNegativesRankingLoss"
+        return {"method": "embed", "embed": {"loss": loss}}
+    labels = _labels_of(records, model) if kind == "texts" else []
+    return {"method": "classify", "labels": labels} if labels else {}
+
+
+def _labels_of(records: Sequence[Path], model: Path | None) -> list[str]:
+    """Returns the names of the labels of all texts, none if the first text has no label."""
+    values = (row.get("label") for file in records for row in read_rows(file, list))
+    first = next(values, None)
+    if first is None:
+        return []
+    found = {value if type(value) in (str, int) else None for value in chain([first], values)}
+    hf_config = config_of_directory(model) if model is not None else None
+    known = [*hf_config.id2label.values()] if hf_config and names_scorer(hf_config) else []
+    if found <= {*known} or found <= {*range(len(known))}:
+        return known
+    if len(found) > 1 and all(isinstance(value, str) for value in found):
+        return sorted(map(str, found))
+    if len(found) > 1 and found == {*range(len(found))}:
+        return [str(number) for number in range(len(found))]
+    raise ConfigError(
+        f"data.paths: the labels of {records[0]} cannot be told apart: expected two names or more, "
+        "or all numbers from 0 on, in each record; got "
+        f"{', '.join(sorted(map(repr, found))[:5])}. Change them, or remove them to learn the texts"
+    )
 
 
 def sources_of(paths: Sequence[Path]) -> list[DataSource]:
@@ -68,23 +102,22 @@ def sources_of(paths: Sequence[Path]) -> list[DataSource]:
 
 def read_data(
     paths: Sequence[Path], tokenizer: Tokenizer, length: int | None = None,
-    vocab_size: int = MOST_TOKENS,
+    vocab_size: int = MOST_TOKENS, train: Table | None = None,
 ) -> DataFacts:  # fmt: skip
     """Returns the facts of files and directories, as `data.paths` means them. Raises ConfigError
-    for what `infinity train` would refuse, with sequences of at most `length` tokens."""
+    for what `infinity train` would refuse, with sequences of at most `length` tokens. `train` are
+    their `train_keys`, if these are known."""
+    train = train_keys(paths) if train is None else train
     texts, records = collect_files(sources_of(paths))
-    if records and "chosen" in first_record(records, vocab_size=vocab_size):
-        raise ConfigError(
-            f"data.paths: {records[0]} holds preferences, and what is written here has "
-            'train.method = "sft", which does not learn them; write the file without --data, then '
-            'set data.paths, and train.method = "dpo" or "reward"'
-        )
-    if records and (fast := tokenizer.for_records()).chat_template:
+    labels = tuple(train.get("labels", ()))
+    if records:
+        first_record(records, vocab_size=vocab_size, labels=labels)
+    if records and not labels and (fast := tokenizer.for_records()).chat_template:
         first, place = load_records(records, most=1), str(records[0])
         if "images" not in first.column_names:
             kind = kind_of_columns(first.column_names, place)
             mark_conversations(first, fast, place, assistant_only=True, kind=kind)
-    found = [_read(file, tokenizer, length, vocab_size) for file in chain(texts, records)]
+    found = [_read(file, tokenizer, length, vocab_size, labels) for file in chain(texts, records)]
     num_tokens = sum(facts.num_tokens for facts in found)
     if not num_tokens:
         raise ConfigError(f"data.paths: {(texts + records)[0]} has no token to learn; give more")
@@ -94,6 +127,7 @@ def read_data(
         num_tokens=num_tokens,
         longest=max(facts.longest for facts in found),
         is_exact=all(facts.is_exact for facts in found),
+        train=train,
     )
 
 
@@ -121,47 +155,42 @@ def _records_of(config: SwapConfig) -> list[Path]:
         return []
 
 
-def _read(file: Path, tokenizer: Tokenizer, length: int | None, vocab_size: int) -> DataFacts:
+def _read(
+    file: Path, tokenizer: Tokenizer, length: int | None, vocab_size: int, labels: tuple[str, ...]
+) -> DataFacts:
     if not is_records(file):
         return _text(file, tokenizer, vocab_size)
-    records = iter(read_rows(file, needed_columns))
-    first = next(records, None)
-    if first is None:
-        return DataFacts("records", 0, 0, 0, is_exact=True)
     marks = _MARKS_NBYTES if tokenizer.name == "bytes" else _MARKS
-    kind = kind_of_columns(list(first), str(file))
-    if kind == "texts" and "label" in first:
-        _log.warning(
-            'data.paths: the labels of %s are not learned; train.method = "classify" with '
-            "train.labels learns them in place of the texts", file,
-        )  # fmt: skip
-    learned = set(needed_columns(list(first)))
-    noun = "conversations" if kind == "conversations" else "records"
-    if kind == "pairs":
-        noun = SCORED if learned & {"score", "label"} else PAIRS
-    lengths: list[int] = []
+    records = learned_rows([file], vocab_size, labels)
+    noun, lengths = "records", list[int]()
     sampled_nbytes, longest, is_exact = 0, 0, True
-    for record in chain([first], records):
+    for record in records:
         if has_images(record):
             return _with_images(file, tokenizer, length)
-        texts = list(texts_in([value for key, value in record.items() if key in learned]))
-        turns = record.get("messages", record.get("conversations"))
-        messages = len(turns) if isinstance(turns, list) else 2
-        counts = [_num_tokens(text, tokenizer, vocab_size) for text in texts]
-        lengths.append(sum(counts) + marks * messages)
-        longest = max(longest, max(counts, default=0) + marks if kind == "pairs" else lengths[-1])
-        sampled_nbytes += sum(len(text.encode(errors="replace")) for text in texts)
+        kind = kind_of_columns([*record], str(file))
+        noun = kind if kind in _NOUNS else "records"
+        counts = {
+            name: sum(_num_tokens(text, tokenizer, vocab_size) for text in texts_in([value]))
+            for name, value in record.items()
+        }
+        turns = [len(record[name]) for name in _TURNS if isinstance(record.get(name), list)]
+        left_out, marked = 0, marks * (sum(turns) or 2)
+        if kind == "tokens":
+            counts, marked = {"input_ids": len(record["input_ids"])}, 0
+        lengths.append(sum(counts.values()) + marked)
+        if kind == "pairs":  # Each text is a sequence,
+            left_out, marked = sum(counts.values()) - max(counts.values()), marks
+        elif kind == "preferences":  # and each answer with its prompt.
+            left_out = min(counts["chosen"], counts["rejected"])
+        longest = max(longest, sum(counts.values()) - left_out + marked)
+        sampled_nbytes += sum(len(text.encode(errors="replace")) for text in texts_in(record))
         if sampled_nbytes >= _SAMPLE_NBYTES:
             is_exact = next(records, None) is None
             break
+    if not lengths:
+        return DataFacts(noun, 0, 0, 0, is_exact=True)
     count = len(lengths) if is_exact else _count(file, len(lengths), sampled_nbytes)
-    return DataFacts(
-        noun,
-        count,
-        sum(lengths) * count // len(lengths),
-        longest,
-        is_exact,
-    )
+    return DataFacts(noun, count, sum(lengths) * count // len(lengths), longest, is_exact)
 
 
 def _with_images(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:

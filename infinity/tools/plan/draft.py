@@ -12,12 +12,13 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from infinity.config import JobConfig, SwapConfig, render
 from infinity.config.hub import model_name
+from infinity.config.schema.train import METHODS, MethodFacts
 from infinity.config.source import ConfigSource
 from infinity.errors import CapacityError
 from infinity.plan.directory import ModelDirectory
@@ -28,19 +29,12 @@ from infinity.plan.predict import Forecast, forecast
 from infinity.sizes import GIB, MIB, align_up, counted, format_nbytes
 from infinity.storage.arena import available_host_nbytes
 from infinity.tiers.open_device import device_kind
-from infinity.tools.plan.data_facts import (
-    CAPTIONED,
-    IMAGES,
-    PAIRS,
-    SCORED,
-    DataFacts,
-    planned_batch,
-)
+from infinity.tools.plan.data_facts import CAPTIONED, IMAGES, DataFacts, Table, planned_batch
 from infinity.tools.plan.report import duration, flops, sentences
-from infinity.tools.plan.subject import files_of, model_of_config
+from infinity.tools.plan.subject import files_of, has_reference, model_of_config
+from infinity.tools.training.model import sharing_budgets
 from infinity.tools.training.settle import settle
 
-Table = dict[str, Any]
 Forecaster = Callable[[SwapConfig], Forecast]
 
 _WIDTH = 97  # Of a line of the file's head, without the mark of a comment.
@@ -58,14 +52,16 @@ _CHECKPOINT_EVERY_S = 600
 # Of available memory. A model that computes on the host needs the rest for activations.
 _HOST_PERCENT = {True: 75, False: 50}
 _EVALUATIONS = 5
-_LOSSES = {PAIRS: "MultipleNegativesRankingLoss", SCORED: "CoSENTLoss"}
+_OF_METHODS = {
+    "classify": 'of labels, by a head; "sft" learns the texts, without train.labels',
+    "dpo": '"reward" learns a head from the same records',
+}
 _SPARE_NBYTES = 256 * MIB
 _OF_DENOISING = {
     "train.diffusion.resolution": "pixels of a side; 1024 takes four times as long",
     "train.batch_size": "image of a micro-batch, which has sides of its own",
     "train.gradient_accumulation_steps": "images of a step",
 }
-_DENOISING: Table = {"method": "diffusion", "diffusion": {"resolution": 512, "aspect": "keep"}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +90,11 @@ class Wish:
     def noun(self) -> str:
         """The kind of the data, "" without any."""
         return "" if self.data is None else self.data.noun
+
+    @property
+    def facts(self) -> MethodFacts:
+        """What sets the method apart by which the data are learned."""
+        return METHODS["sft" if self.data is None else self.data.train.get("method", "sft")]
 
     @property
     def program(self) -> str:
@@ -182,11 +183,15 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
             {"rank": rank, "alpha": 2.0 * chosen.get("rank", rank)} | chosen
             for chosen in wish.sweep
         ]
-    if wish.noun in _LOSSES:
+    if wish.facts.key == "embed":
         del table["schedule"]
-        table["train"] |= {"method": "embed", "embed": {"loss": _LOSSES[wish.noun]}}
+    if wish.data is not None:
+        table["train"] |= wish.data.train
+        said = _OF_METHODS.get(wish.data.train.get("method", ""), "")
+        if wish.facts.has_reference and wish.rank is None:
+            said += "; the time of the model before training is not counted"
+        notes["train.method"] = said
     if wish.noun == CAPTIONED:
-        table["train"] |= _DENOISING
         notes |= _OF_DENOISING
     if table["data"]["held_out"]:
         table["train"] |= {"eval_every": max(1, batch.steps // _EVALUATIONS), "eval_batches": 2}
@@ -243,7 +248,8 @@ def _settled(found: Draft, said: Forecast, forecaster: Forecaster) -> tuple[Draf
         notes["checkpoint.every"] = "steps, about ten minutes; --resume goes on after any end"
     enough_nbytes = _enough_nbytes(said)
     if enough_nbytes < said.host_nbytes:
-        capacity_nbytes = enough_nbytes * said.num_ranks  # The file has that of all ranks.
+        capacity_nbytes = enough_nbytes * said.num_ranks  # The file has that of all ranks,
+        capacity_nbytes *= 1 + has_reference(found.config)  # and of both models.
         smaller = {**table["tiers"], "host": {"capacity": capacity_nbytes}}
         lean = SwapConfig.from_table({**table, "tiers": smaller}, ConfigSource())
         try:
@@ -291,7 +297,9 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
     length, why_length = _length(wish)
     num_sequences = _num_sequences(wish.data, length)
     most_a_step = _SEQUENCES_A_STEP * wish.num_ranks
-    compares = wish.noun in _LOSSES  # The records of a batch.
+    compares = wish.facts.key == "embed"  # The records of a batch.
+    of_a_record = length * wish.facts.num_sequences
+    these = "sequences" if of_a_record == length else "records"
     least = 2 if compares else 1
     of_all = wish.sequences or min(
         most_a_step,
@@ -299,7 +307,9 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
     )
     wanted = max(1, of_all // wish.num_ranks)
     of_all = wanted * wish.num_ranks
-    most = wanted if compares else min(wanted, _BATCH_TOKENS // length, num_sequences or wanted)
+    most = wanted
+    if not compares:
+        most = min(wanted, _BATCH_TOKENS // of_a_record, num_sequences or wanted)
     most = 1 if wish.noun == CAPTIONED else max(1, most)
     size = next(number for number in range(most, 0, -1) if wanted % number == 0)
     steps, why_steps = _STEPS_WITHOUT_DATA, "no data was given to count (infinity new --data)"
@@ -313,10 +323,10 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
     return batch, {
         "data.sequence_length": why_length,
         "train.steps": why_steps,
-        "train.batch_size": f"sequences of a micro-batch: {size * length:,} tokens",
+        "train.batch_size": f"{these} of a micro-batch: {size * of_a_record:,} tokens",
         "train.gradient_accumulation_steps": "micro-batches"
         + (f" of each of {wish.num_ranks} ranks" if wish.num_ranks > 1 else "")
-        + f"; a step has {counted(of_all, 'sequences')}, {of_all * length:,} tokens",
+        + f"; a step has {counted(of_all, these)}, {of_all * of_a_record:,} tokens",
         "schedule.micro_batch": "all micro-batches of a step pass a block while it is in memory",
     }
 
@@ -445,10 +455,11 @@ def fit(
 
     def forecaster(config: SwapConfig) -> Forecast:
         settled = settle(config)
-        return forecast(
-            settled, model, machine, planned_batch(settled), num_ranks=wish.num_ranks,
-            shard_drives=shard_drives,
-        )  # fmt: skip
+        with sharing_budgets(settled, has_second=has_reference(settled)) as shared:
+            return forecast(
+                shared, model, machine, planned_batch(settled), num_ranks=wish.num_ranks,
+                shard_drives=shard_drives,
+            )  # fmt: skip
 
     return fitted_draft(wish, machine, forecaster)
 

@@ -127,7 +127,7 @@ def first_record(
 ) -> Row:
     """Returns the first record of the table of `load_records`. Raises ConfigError if there is
     none."""
-    first = next(_read(paths, vocab_size, labels), None)
+    first = next(learned_rows(paths, vocab_size, labels), None)
     if first is None:
         empty = next((path for path in paths if path.is_file() and not path.stat().st_size), None)
         if empty is not None:
@@ -270,7 +270,8 @@ def _generate(
 ) -> Iterator[Row]:  # fmt: skip
     """Yields the rows of the table. `stamps` and `form` tell tables in the cache apart."""
     assert stamps and form == _FORM
-    for record in islice(_read([Path(path) for path in paths], vocab_size, labels), most):
+    rows = learned_rows([Path(path) for path in paths], vocab_size, labels)
+    for record in islice(rows, most):
         is_json = {name for name, value in record.items() if _is_json(name, value)}
         yield (
             {"images": []}
@@ -301,8 +302,10 @@ def _is_json(name: str, value: Any) -> bool:
     )
 
 
-def _read(paths: Sequence[Path], vocab_size: int | None, labels: tuple[str, ...]) -> Iterator[Row]:
-    """Yields the records of all files as their table has them, all of one kind."""
+def learned_rows(
+    paths: Sequence[Path], vocab_size: int | None, labels: tuple[str, ...]
+) -> Iterator[Row]:
+    """Yields the records of all files as the table of `load_records` has them, all of one kind."""
     first: tuple[Kind, str] | None = None
     for path in paths:
         is_empty = path.is_file() and not path.stat().st_size
