@@ -100,7 +100,8 @@ class NodeView:
         """Returns a sentence for devices of the machine that no rank uses."""
         if self.count >= self._num_devices:
             return []
-        return [f"{self.count} of the machine's {self._num_devices} devices are used"]
+        verb = "is" if self.count == 1 else "are"
+        return [f"{self.count} of the machine's {self._num_devices} devices {verb} used"]
 
 
 def _exchanges_on_devices(wanted: RankExchange, hardware: Hardware) -> bool:
@@ -111,7 +112,8 @@ def _exchanges_on_devices(wanted: RankExchange, hardware: Hardware) -> bool:
     if on_devices and hardware.device.gather_gb_per_s is None:
         raise ConfigError(
             f"{hardware.name} has no device.gather_gb_per_s, the rate at which a device receives "
-            "from the others; add it to the hardware file, or --set distributed.exchange=one_sided"
+            "from the others; add it to the hardware file, --set distributed.exchange=one_sided, "
+            "or plan one device with --ranks 1"
         )
     return on_devices
 

@@ -148,9 +148,10 @@ def test_the_plan_of_ranks_names_their_number_stage_and_links() -> None:
     said = plan(*MODEL, "--ranks", "2", "--set", "distributed.exchange=one_sided")
     for word in (
         "2 ranks, stage 3", "a rank takes", "tokens/s of all ranks", "between hosts of ranks",
-        "an estimate", "2 of the machine's 8 devices",
+        "an estimate", "2 of the machine's 8 devices are used",
     ):  # fmt: skip
         assert word in said
+    assert "1 of the machine's 8 devices is used" in plan(*MODEL, "--ranks", "1")
     found = plan_in_numbers(*MODEL, "--ranks", "8", "--set", "distributed.zero_stage=2")["ranks"]
     assert (found["count"], found["stage"], found["is_collective"]) == (8, 2, True)
 
