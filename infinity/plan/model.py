@@ -183,7 +183,7 @@ def model_of_shape(
         frozen = FrozenBase(stored, tuple(adapters), trained_params)
     return PlannedModel(
         shape.name, tuple(groups), tuple(works), moments, shape.num_params, shape.hidden,
-        frozen=frozen,
+        shape.hf_config, frozen,
     )  # fmt: skip
 
 

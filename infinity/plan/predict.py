@@ -118,7 +118,7 @@ def forecast(
     `rank`, or of the rank that owns most. `shard_drives` of the drives hold the checkpoint of a
     frozen base; None: all of them.
     """
-    config, model = _with_base(config, model)
+    config, model = with_base(config, model)
     node = NodeView(config, hardware, num_ranks, rank, num_nodes)
     config, machine = node.config_of_rank, node.hardware_of_rank
     window_nbytes = window_nbytes_of(config, machine)
@@ -183,7 +183,7 @@ def forecast_again(
     return forecast(config, model, **same | changes)
 
 
-def _with_base(config: SwapConfig, model: PlannedModel) -> tuple[SwapConfig, PlannedModel]:
+def with_base(config: SwapConfig, model: PlannedModel) -> tuple[SwapConfig, PlannedModel]:
     """Returns both with a frozen base where the engine reads it: in its files, or in a copy."""
     if model.frozen is None:
         return config, model

@@ -122,6 +122,7 @@ class ModelShape:
     tower: tuple[Weight, ...] = ()
     tower_depth: int = 0
     scores: bool = False
+    hf_config: Any = None  # The configuration that transformers has made the class of.
 
     @property
     def has_experts(self) -> bool:
@@ -229,6 +230,7 @@ def shape_of_model(
         tower=tuple(rest["tower"]),
         tower_depth=sum(len(_layers_of(tower) or ()) for tower in beside),
         scores=scores_sequences(model),
+        hf_config=model.config,
     )
 
 

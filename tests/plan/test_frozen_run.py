@@ -14,9 +14,12 @@ import infinity
 from infinity.config import SwapConfig
 from infinity.plan import Batch, forecast
 from infinity.plan.directory import read_directory
+from infinity.plan.hardware import Device
 from infinity.plan.model import model_for, model_of_module
+from infinity.tools.plan import rehearsal
 from tests.support.exhaustive import sampled
 from tests.support.machines import ANY_MACHINE
+from tests.support.quantized import tiny_causal_lm
 
 SHAPE = LlamaConfig(
     vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=8,
@@ -115,3 +118,35 @@ def test_a_sweep_without_a_backward_reads_the_files_once_or_keeps_them(
     moved = forecast(settings, planned, ANY_MACHINE, batch).step.moved_nbytes
     assert moved.get("checkpoint_read", 0) == read_nbytes[1] - read_nbytes[0]
     assert read_nbytes[1] - read_nbytes[0] == num_reads * read_nbytes[0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
+def test_a_step_of_an_adapter_is_planned_as_long_as_its_rehearsal_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """Not as long as a step of all weights, and each micro-batch by itself."""
+    tiny_causal_lm(architecture, num_hidden_layers=2, vocab_size=256).save_pretrained(tmp_path)
+    steps, seen = rehearsal._steps, []
+
+    def in_a_second(own: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, float]:
+        units = infinity.engine_of(own).store.units
+        num_trained = sum(tensor.numel for unit in units for tensor in unit.trainable())
+        seen.append((num_trained, tuple(ids.shape), micro_batch))
+        return dict.fromkeys(steps(own, ids, micro_batch), 1.0)
+
+    monkeypatch.setattr(rehearsal, "_steps", in_a_second)
+    has_experts = architecture == "qwen3-moe"
+    table = {
+        "tiers": {"host": {"capacity": "64MiB"}},
+        "schedule": {"micro_batch": 1},
+        "precision": {"compute": "bfloat16"},
+        "adapter": {"rank": 4, "experts": has_experts},
+    }
+    settings, directory = SwapConfig.load(table), read_directory(tmp_path)
+    model, batch = model_for(settings, directory.shape, directory.stored), Batch(3 * 16, 16)
+    found = rehearsal.rehearse(settings, model, batch, [])
+    assert found is not None and model.frozen is not None
+    assert seen == [(model.frozen.trained_params, (3, 16), 1)]
+    machine = ANY_MACHINE.model_copy(update={"device": Device(count=1, tflops=found.flops / 1e12)})
+    planned = forecast(settings, model, machine, batch).step
+    assert planned.busy_s["compute"] == pytest.approx(1.0, rel=0.05)

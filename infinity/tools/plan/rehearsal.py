@@ -1,4 +1,4 @@
-"""Trains two of the model's own blocks for a few steps with the engine itself and a trace.
+"""Trains two of the model's own blocks, or the adapter over them, with the engine and a trace.
 
 Only training loads a processor as training does: matrix products of the model's own shapes while
 drives write to the same memory, updates in chunks, and the engine's own work at every block. Each
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from infinity.api import offload
+from infinity.api import forward_backward, offload
 from infinity.config import SwapConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import CapacityError, ConfigError
@@ -28,10 +28,12 @@ from infinity.observe.timeline import laid_out
 from infinity.observe.tracer import Span, Track
 from infinity.optimizers.algorithms import AdamW
 from infinity.plan.layout import PlannedModel
+from infinity.plan.predict import with_base
 from infinity.simulate.job import Batch, touched_nbytes
 from infinity.sizes import MIB
 from infinity.state.budgets import MachineSizes, WeightsInUse, compute_budgets
 from infinity.storage.arena import available_host_nbytes
+from infinity.tools.training.adapter import with_new_adapters
 from infinity.tools.training.model import checkpoint_activations
 
 _NUM_BLOCKS = 2
@@ -41,6 +43,8 @@ _NUM_WARM_UPS = 2
 # The speed of a machine that others use changes within a second.
 _LEAST_STEPS, _LEAST_S = 5, 3.0
 _STATE_NBYTES = 32  # Per parameter in any precision, and as much again as working memory.
+_FROZEN_NBYTES = 8
+_MOST_FLOPS = 1.5e11  # Of a step over a frozen base: a few seconds.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +61,24 @@ def rehearse(
     config: SwapConfig, model: PlannedModel, batch: Batch, directories: Sequence[Path]
 ) -> Rehearsed | None:
     """Needs memory, and space in `directories`, one per path of the file, for two blocks. Returns
-    None if the model is missing, its configuration cannot be reduced, or it does not fit."""
+    None if the model is missing, its configuration cannot be reduced or take the adapter, or it
+    does not fit."""
+    count, length = timed_shape(batch)
+    blocks = [hooked for hooked in model.hooked_modules if hooked.attention_width][:_NUM_BLOCKS]
+    # As the simulated step counts them.
+    flops = sum(
+        (1 + batch.recomputes + block.gradient_ratio(length))
+        * block.forward_flops(count * length, length)
+        for block in blocks
+    )
+    if model.frozen is not None and flops > _MOST_FLOPS:
+        return None
     own = _own_blocks(model, getattr(torch, config.precision.compute_dtype))
     if own is None:
         return None
-    if batch.recomputes:
+    micro_batch = config.schedule.micro_batch
+    if batch.recomputes and micro_batch is None:
         checkpoint_activations(own)
-    count, length = timed_shape(batch)
     with ExitStack() as stack:
         table = config.to_dict()
         table = {key: table[key] for key in ("tiers", "placement", "precision", "io", "schedule")}
@@ -74,15 +89,17 @@ def rehearse(
             return None
         engine = engine_of(own)
         stack.callback(engine.close)
-        steps = _steps(own, torch.randint(_VOCABULARY, (count, length)))
+        try:
+            steps = _steps(own, torch.randint(_VOCABULARY, (count, length)), micro_batch)
+        except Exception:  # Of the architecture, or of blocks that cannot be repeated: a run says.
+            return None
         updated = sum(touched_nbytes(unit) for unit in engine.store.units)
-    blocks = [hooked for hooked in model.hooked_modules if hooked.attention_width][:_NUM_BLOCKS]
+    units = [model.units[unit] for hooked in blocks for unit in hooked.units]
     weight_nbytes = sum(
-        model.units[unit].weight_nbytes for hooked in blocks for unit in hooked.units
+        unit.weight_nbytes if unit.stored is None else unit.stored.nbytes for unit in units
     )
-    passes = 1 + (3 if batch.recomputes else 2)
-    flops = passes * sum(block.forward_flops(count * length, length) for block in blocks)
-    flops += 3 * 2 * count * length * _VOCABULARY * model.checkpoint_width  # The head.
+    passes = 3 if model.frozen is None else 2
+    flops += passes * 2 * count * length * _VOCABULARY * model.checkpoint_width  # The head.
     return Rehearsed(
         flops=flops / steps[Track.COMPUTE],
         update=updated / steps[Track.UPDATES],
@@ -97,20 +114,27 @@ def _host_capacities(config: SwapConfig, model: PlannedModel, own: Any) -> list[
     that. So where the model has none, the reduced one gets none.
     """
     num_params = sum(parameter.numel() for parameter in own.parameters())
-    ample_nbytes = _STATE_NBYTES * num_params + 64 * MIB
-    available_nbytes = available_host_nbytes()
-    if ample_nbytes > available_nbytes // 2:
-        return []
+    ample_nbytes, available_nbytes = _ample_nbytes(own), available_host_nbytes()
+    config, model = with_base(config, model)
     try:
         in_use = WeightsInUse(model.held_nbytes, model.held_nbytes)
         machine = MachineSizes(True, None, available_nbytes)
         budgets = compute_budgets(config, model.units, in_use, machine)
     except CapacityError:
-        return [ample_nbytes]
+        # What is too large to be fetched whole under an adapter is divided as in the run.
+        asked_nbytes = config.tiers.host.capacity.resolve(available_nbytes)
+        return [min(asked_nbytes, ample_nbytes), ample_nbytes][model.frozen is None :]
     if not budgets.is_tight:
         return [ample_nbytes]
     resting_nbytes = budgets.placement.placed_nbytes["host"] * num_params // model.num_params
     return [min(ample_nbytes, budgets.working_nbytes + resting_nbytes), ample_nbytes]
+
+
+def _ample_nbytes(own: torch.nn.Module) -> int:
+    return 64 * MIB + sum(
+        of.numel() * (_STATE_NBYTES if of.requires_grad else _FROZEN_NBYTES)
+        for of in own.parameters()
+    )
 
 
 def _offload(own: Any, table: dict[str, Any], capacities: Sequence[int]) -> bool:
@@ -133,8 +157,11 @@ def timed_shape(batch: Batch) -> tuple[int, int]:
 
 
 def _own_blocks(model: PlannedModel, dtype: torch.dtype) -> Any:
-    """Returns the model reduced to its first blocks, with a small vocabulary."""
-    if model.hf_config is None:
+    """Returns the model reduced to its first blocks, with a small vocabulary and the first of the
+    adapters that are trained. None if it does not fit."""
+    adapters = () if model.frozen is None else model.frozen.adapters[:1]
+    is_only_read = model.frozen is not None and not adapters
+    if model.hf_config is None or is_only_read or any(of.experts_full for of in adapters):
         return None
     from transformers import AutoModelForCausalLM
 
@@ -145,20 +172,33 @@ def _own_blocks(model: PlannedModel, dtype: torch.dtype) -> Any:
     text.num_hidden_layers = min(_NUM_BLOCKS, text.num_hidden_layers)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
+
+    def made() -> Any:
+        own = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        return with_new_adapters(own, adapters).train()
+
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        with torch.device("meta"):
+            is_small = _ample_nbytes(made()) <= available_host_nbytes() // 2
+        return made() if is_small else None
     except Exception:  # An architecture may raise any exception.
         return None
 
 
-def _steps(model: Any, ids: torch.Tensor) -> dict[str, float]:
+def _steps(model: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, float]:
     """Returns the median seconds per step of the training thread's tracks."""
     tracer = engine_of(model).counters.tracer
     optimizer = AdamW(model, lr=1e-6)
 
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", model(input_ids=ids, labels=ids, use_cache=False).loss)
+
     def train(number: int) -> None:
         with tracer.step(number):
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            if micro_batch is None:
+                loss(ids).backward()
+            else:
+                forward_backward(model, loss, ids.split(micro_batch))
             optimizer.step()
             optimizer.zero_grad()
 

@@ -342,11 +342,11 @@ def sentences(forecast: Forecast) -> list[str]:
 
 
 def _of_experts(forecast: Forecast) -> list[str]:
-    """Returns what a measured rate leaves out. Under an adapter a dense block is timed, and on a
-    processor the product of an expert with few tokens takes as long as reading its weights."""
-    model = forecast.model
-    is_timed_alike = model.frozen is None or not forecast.hardware.shares_host_memory
-    if is_timed_alike or not model.has_experts:
+    """Returns what a measured rate leaves out where a dense block was timed: on a processor the
+    product of an expert with few tokens takes as long as reading its weights."""
+    model, machine = forecast.model, forecast.hardware
+    is_timed_alike = model.frozen is None or not machine.shares_host_memory
+    if is_timed_alike or machine.host.hold_gb_per_s is not None or not model.has_experts:
         return []
     return [
         "Computing was timed on a dense block: on a processor, routed experts with few tokens each "

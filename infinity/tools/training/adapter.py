@@ -188,9 +188,16 @@ def check_new_adapters(model: Any, adapters: Sequence[AdapterConfig]) -> None:
     is changed."""
     for options in adapters:
         locate(model, options.experts_full or ())
-    with torch.device("meta"):  # Configurations first: those of the base alone.
-        for options, config in [(of, _new_config(model, of)) for of in adapters]:
-            model = _wrapped(model, config, options)
+    with torch.device("meta"):
+        with_new_adapters(model, adapters)
+
+
+def with_new_adapters(model: Any, adapters: Sequence[AdapterConfig]) -> Any:
+    """Returns the model with adapters as `attach_adapter` makes new ones. Raises ConfigError."""
+    # Configurations first: those of the base alone.
+    for options, config in [(of, _new_config(model, of)) for of in adapters]:
+        model = _wrapped(model, config, options)
+    return model
 
 
 def _wrapped(model: Any, config: Any, options: AdapterConfig) -> Any:
