@@ -163,8 +163,9 @@ class Products:
                     tokenizer=tokenizer,
                 )
         metrics = MetricsReader(self._config.output.metrics_path)
-        with suppress(OSError):
-            metrics.read()
+        if self._summary.resumed_at:  # They may be long, and the best weights have a card, too.
+            with suppress(OSError):
+                metrics.read()
         card = model_card(self._config, self._summary, job.plan.kind, metrics.lines)
         try:
             replace_file(directory / "README.md", card)
