@@ -163,7 +163,8 @@ def _of_other_writers(
     is_apart = any(re.search(r"\.experts\.\d+\.down_proj\.weight$", name) for name in names)
     # Gates come before the others, not each beside its own as in gpt-oss.
     has_halves = all(getattr(module, "is_concatenated", True) for module in model.modules())
-    is_own = type(model).__module__.startswith("transformers.")  # Of no other class it is known.
+    # A class of a directory's own code may pack them in another order.
+    is_own = type(model).__module__.startswith("transformers.")
     if packed is None or is_known or not is_apart or not has_halves or not is_own:
         return found
     inner = targets[packed.replace("gate_up_proj", "down_proj")].shape[2]

@@ -59,7 +59,7 @@ def measure_prompts(trainer: Any, config: JobConfig) -> tuple[int, int, str]:
         raise ConfigError(
             f"the data has too little to train on: {len(rows)} prompts, and a step learns {needed} "
             "(train.batch_size * train.gradient_accumulation_steps / train.grpo.num_generations, "
-            "of all ranks)"
+            "times the number of ranks)"
         )
     most = length - config.train.grpo.max_completion_length
     digest, count, largest = hashlib.sha256(), 0, 0
