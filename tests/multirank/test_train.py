@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -129,11 +130,8 @@ def _train_with_overflows(rank: int, directory: str, name: str, accumulation: in
             loss.register_hook(lambda gradient: gradient * float("inf"))
         return loss
 
-    RunTrainer.compute_loss = overflow  # type: ignore[method-assign]
-    try:
+    with patch.object(RunTrainer, "compute_loss", overflow):
         _, exit_code = program.train(SwapConfig.load(table), console=Console(file=io.StringIO()))
-    finally:
-        del RunTrainer.compute_loss
     return exit_code
 
 
