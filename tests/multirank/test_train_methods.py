@@ -151,7 +151,7 @@ def _embed_in_memory(rank: int, table: Any, rows: list[Any]) -> tuple[list[float
     return [loss for loss, *_ in embedding.steps(trainer)], model.state_dict()
 
 
-@pytest.mark.parametrize("number", sampled([0, 4, 5], (0, 4).__contains__))
+@pytest.mark.parametrize("number", sampled([0, 4, 5], (0).__eq__))
 def test_two_ranks_have_the_bits_of_sentence_transformers_under_ddp(
     tmp_path: Path, directories: Path, number: int
 ) -> None:
