@@ -39,9 +39,10 @@ from infinity.tools.training.model import checkpoint_activations
 _NUM_BLOCKS = 2
 _VOCABULARY = 256
 _MOST_TOKENS = 4096
+_MOST_MICRO_BATCHES = 16
 _NUM_WARM_UPS = 2
 # The speed of a machine that others use changes within a second.
-_LEAST_STEPS, _LEAST_S = 5, 3.0
+_LEAST_STEPS, _LEAST_S, _MOST_STEPS = 5, 3.0, 100  # Laying out a trace takes longer than making it.
 _STATE_NBYTES = 32  # Per parameter in any precision, and as much again as working memory.
 _FROZEN_NBYTES = 8
 _MOST_FLOPS = 1.5e11  # Of a step over a frozen base: a few seconds.
@@ -63,7 +64,9 @@ def rehearse(
     """Needs memory, and space in `directories`, one per path of the file, for two blocks. Returns
     None if the model is missing, its configuration cannot be reduced or take the adapter, or it
     does not fit."""
-    count, length = timed_shape(batch)
+    (count, length), micro_batch = timed_shape(batch), config.schedule.micro_batch
+    if micro_batch is not None:
+        count = min(count, _MOST_MICRO_BATCHES * micro_batch)
     blocks = [hooked for hooked in model.hooked_modules if hooked.attention_width][:_NUM_BLOCKS]
     # As the simulated step counts them.
     flops = sum(
@@ -76,7 +79,6 @@ def rehearse(
     own = _own_blocks(model, getattr(torch, config.precision.compute_dtype))
     if own is None:
         return None
-    micro_batch = config.schedule.micro_batch
     if batch.recomputes and micro_batch is None:
         checkpoint_activations(own)
     with ExitStack() as stack:
@@ -207,10 +209,11 @@ def _steps(model: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, 
     for number in range(_NUM_WARM_UPS):
         train(number)
     tracer.start()
-    number, begun_s = 0, time.perf_counter()
-    while number < _LEAST_STEPS or time.perf_counter() - begun_s < _LEAST_S:
+    begun_s = time.perf_counter()
+    for number in range(_MOST_STEPS):
         train(number)
-        number += 1
+        if number + 1 >= _LEAST_STEPS and time.perf_counter() - begun_s >= _LEAST_S:
+            break
     tracer.stop()
     spans: list[Span] = laid_out(tracer.spans())
     busy: dict[str, list[float]] = {}
