@@ -95,7 +95,8 @@ def test_two_ranks_learn_records_as_twice_the_accumulation_would(
     _assert_same(*(_left_in(tmp_path / name / "output") for name in "12"))
 
 
-@pytest.mark.parametrize("has_file", sampled([False, True], False.__eq__))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("has_file", [False, True])
 def test_two_ranks_learn_from_a_teacher_as_twice_the_accumulation_would(
     tmp_path: Path, models: tuple[Path, Path], has_file: bool
 ) -> None:
@@ -246,6 +247,7 @@ def test_ranks_generate_answers_of_several_lengths_in_either_exchange(
     assert told[0] == told[1] and len({length for *_, length in told[0]}) > 1
 
 
+@pytest.mark.exhaustive
 def test_a_server_samples_for_two_ranks_and_dies(tmp_path: Path, base: Path) -> None:
     """The adapter is handed over once. The run that goes on has the lines of one that was not
     interrupted."""
