@@ -304,6 +304,9 @@ class OneRank:
     def forget_gathered(self) -> None:
         """Does nothing: there is no other rank."""
 
+    def barrier(self, what: str) -> None:
+        """Does nothing: there is no other rank."""
+
     def all_gather_numbers(self, what: str, *numbers: float) -> list[list[float]]:
         """Returns the numbers of the only rank."""
         return [[*numbers]]

@@ -385,7 +385,7 @@ class Run:
 
     def _wait_for_all(self, what: str) -> None:
         """Waits for all ranks: they need this rank's shards as long as they read weights."""
-        self._engine.ranks.all_gather_numbers(what)
+        self._engine.ranks.barrier(what)
 
     def finish(self, interrupt: Interrupt) -> None:
         """Completes the run after its steps; rank 0 exports."""
