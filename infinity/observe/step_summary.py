@@ -8,6 +8,7 @@ are also counted together, without counting a moment twice.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -83,15 +84,27 @@ class StepSummary:
 
 def summarize(spans: Sequence[Span], *, num_stalls: int = 5) -> list[StepSummary]:
     """One summary per step of the trace, in order; one of the whole where no steps are marked."""
-    steps = [span for span in spans if span.track == Track.STEPS]
+    steps = sorted((s for s in spans if s.track == Track.STEPS), key=lambda s: s.start_ns)
     if not steps and spans:
         end_ns = max(span.end_ns for span in spans)
         steps = [Span(Track.STEPS, "all", min(s.start_ns for s in spans), end_ns)]
-    # A clock that stood still leaves nothing to take shares of.
-    return [_summarize(step, spans, num_stalls) for step in steps if step.end_ns > step.start_ns]
+    ended = sorted(spans, key=lambda span: span.end_ns)
+    transfers = {span.transfer: span for span in ended if span.transfer is not None}
+    ahead, around, found = deque(sorted(spans, key=lambda s: s.start_ns)), list[Span](), []
+    for step in steps:
+        while ahead and ahead[0].start_ns < step.end_ns:
+            around.append(ahead.popleft())
+        around = [span for span in around if span.end_ns > step.start_ns]
+        if (
+            step.end_ns > step.start_ns
+        ):  # A clock that stood still leaves nothing to take shares of.
+            found.append(_summarize(step, around, transfers, num_stalls))
+    return found
 
 
-def _summarize(step: Span, spans: Sequence[Span], num_stalls: int) -> StepSummary:
+def _summarize(
+    step: Span, spans: Sequence[Span], transfers: dict[int, Span], num_stalls: int
+) -> StepSummary:
     window = step.start_ns, step.end_ns
     length_s = (step.end_ns - step.start_ns) / 1e9
     inside = [span for span in spans if span.end_ns > window[0] and span.start_ns < window[1]]
@@ -109,8 +122,6 @@ def _summarize(step: Span, spans: Sequence[Span], num_stalls: int) -> StepSummar
         )
         for track, intervals in busy.items()
     )
-    ended = sorted(spans, key=lambda span: span.end_ns)
-    transfers = {span.transfer: span for span in ended if span.transfer is not None}
     waits = [s for s in inside if s.track == Track.STALLS and s.end_ns > s.start_ns]
     stalls = [_stall(span, window, length_s, transfers) for span in waits]
     on_thread = [interval for track in THREAD_TRACKS for interval in busy.get(track, [])]

@@ -8,6 +8,7 @@ backward a use may still be open when the next begins. `laid_out` makes the trac
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -47,10 +48,12 @@ def _latest_first(spans: Sequence[Span], taken: Iterable[Interval]) -> Iterator[
                 active.append(span)
         if active:
             owned.setdefault(id(active[-1]), []).append((start_ns, end_ns))
-    holes = list(taken)
+    holes = union(taken)
+    starts, ends = [start_ns for start_ns, _ in holes], [end_ns for _, end_ns in holes]
     for span in spans:
         track = Track.COMPUTE if span.track == Track.MODULES else span.track
-        for start_ns, end_ns in without(owned.get(id(span), ()), holes):
+        near = holes[bisect_right(ends, span.start_ns) : bisect_left(starts, span.end_ns)]
+        for start_ns, end_ns in without(owned.get(id(span), ()), near):
             yield replace(span, track=track, start_ns=start_ns, end_ns=end_ns)
 
 

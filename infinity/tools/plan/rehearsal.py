@@ -39,10 +39,9 @@ from infinity.tools.training.model import checkpoint_activations
 _NUM_BLOCKS = 2
 _VOCABULARY = 256
 _MOST_TOKENS = 4096
-_MOST_MICRO_BATCHES = 16
 _NUM_WARM_UPS = 2
 # The speed of a machine that others use changes within a second.
-_LEAST_STEPS, _LEAST_S, _MOST_STEPS = 5, 3.0, 100  # Laying out a trace takes longer than making it.
+_LEAST_STEPS, _LEAST_S = 5, 3.0
 _STATE_NBYTES = 32  # Per parameter in any precision, and as much again as working memory.
 _FROZEN_NBYTES = 8
 _MOST_FLOPS = 1.5e11  # Of a step over a frozen base: a few seconds.
@@ -65,8 +64,6 @@ def rehearse(
     None if the model is missing, its configuration cannot be reduced or take the adapter, or it
     does not fit."""
     (count, length), micro_batch = timed_shape(batch), config.schedule.micro_batch
-    if micro_batch is not None:
-        count = min(count, _MOST_MICRO_BATCHES * micro_batch)
     blocks = [hooked for hooked in model.hooked_modules if hooked.attention_width][:_NUM_BLOCKS]
     # As the simulated step counts them.
     flops = sum(
@@ -209,11 +206,10 @@ def _steps(model: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, 
     for number in range(_NUM_WARM_UPS):
         train(number)
     tracer.start()
-    begun_s = time.perf_counter()
-    for number in range(_MOST_STEPS):
+    number, begun_s = 0, time.perf_counter()
+    while number < _LEAST_STEPS or time.perf_counter() - begun_s < _LEAST_S:
         train(number)
-        if number + 1 >= _LEAST_STEPS and time.perf_counter() - begun_s >= _LEAST_S:
-            break
+        number += 1
     tracer.stop()
     spans: list[Span] = laid_out(tracer.spans())
     busy: dict[str, list[float]] = {}
