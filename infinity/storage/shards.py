@@ -98,10 +98,11 @@ def difference(identity: ShardIdentity) -> str | None:
 def refuse_changed(identity: ShardIdentity, *, is_open: bool = False) -> None:
     """Raises CorruptionError for a file that has changed since the checkpoint was opened. One that
     `is_open` may have lost its name."""
+    has_name = not is_open
     if is_open:
         with contextlib.suppress(OSError):
-            is_open = os.stat(identity.path).st_ino != identity.inode
-    changed = None if is_open else difference(identity)
+            has_name = os.stat(identity.path).st_ino == identity.inode
+    changed = difference(identity) if has_name else None
     if changed is not None:
         detail = (
             f"{changed} since the checkpoint was opened. Weights of the model come from this "
