@@ -60,6 +60,11 @@ def refuse_absent_data(sources: Iterable[DataSource]) -> None:
             raise ConfigError(f"data.paths: {source.location} does not exist")
 
 
+def is_adapter(path: Path) -> bool:
+    """Whether a directory holds a saved adapter of PEFT, and no model."""
+    return (path / ADAPTER_NAMES[0]).is_file() and not (path / "config.json").is_file()
+
+
 def refuse_absent_adapter(path: Path) -> None:
     """Raises ConfigError for a directory that lacks a file of an adapter that PEFT saved."""
     for name in ADAPTER_NAMES:

@@ -4,7 +4,7 @@ These trainers generate, score and reward completions in the `training_step` of 
 count the micro-batches behind it. `RolloutSteps` does this for all micro-batches of a window before
 the first of them, in their order. The passes of the window then compute losses only.
 Log-probabilities of a generation batch under the policy and under its reference without the adapter
-are calls of one sweep. Written against TRL 1.16.
+are calls of one sweep, and so are the scores of an `AdapterReward`. Written against TRL 1.16.
 """
 
 from __future__ import annotations
@@ -36,6 +36,66 @@ def generates(trainer: Any, kinds: Set[tuple[str, str]] = GENERATING) -> bool:
     return any((cls.__module__, cls.__name__) in kinds for cls in type(trainer).__mro__)
 
 
+class AdapterReward:
+    """A reward function of TRL: a reward model that is another adapter of the trained model, with a
+    head of its own behind the same blocks.
+
+    scorer: a model for sequence classification whose blocks are those of `model`
+    adapter: the name of the adapter that it scores with
+    """
+
+    def __init__(self, model: Any, scorer: Any, tokenizer: Any, *, adapter: str) -> None:
+        self._model, self._scorer, self._tokenizer, self._adapter = (
+            model,
+            scorer,
+            tokenizer,
+            adapter,
+        )
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        scorer.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        self._texts: list[str] = []
+        self.rewards: list[float] | None = None  # Of the texts, once they are scored.
+        self.__name__ = adapter  # By which TRL logs the rewards.
+
+    def take(self, prompts: Sequence[Any], completions: Sequence[Any]) -> None:
+        """Takes what `score` will score. TRL would write it so for a reward model in memory."""
+        from trl import apply_chat_template
+
+        texts = [p + c for p, c in zip(prompts, completions, strict=True)]
+        if texts and not isinstance(texts[0], str):
+            chats = ({"messages": messages} for messages in texts)
+            texts = [apply_chat_template(chat, self._tokenizer)["text"] for chat in chats]
+        if texts != self._texts:
+            self._texts, self.rewards = texts, None
+
+    def score(self) -> list[float]:
+        """Returns the rewards of what was taken, by one forward of the blocks."""
+        from trl.trainer.utils import use_adapter
+
+        model, is_training = self._model, self._model.training
+        device = next(model.parameters()).device
+        for name, head in self._scorer.named_children():
+            if name != self._scorer.base_model_prefix:
+                head.to(device)
+        inputs = self._tokenizer(
+            text=self._texts, return_tensors="pt", padding=True, padding_side="right",
+            add_special_tokens=False,
+        ).to(device)  # fmt: skip
+        with torch.inference_mode(False), torch.no_grad(), use_adapter(model, self._adapter):
+            model.eval()
+            try:
+                found = self._scorer(**inputs, use_cache=False).logits[:, 0]
+            finally:
+                model.train(is_training)
+        rewards: list[float] = found.float().tolist()
+        return rewards
+
+    def __call__(self, prompts: Any, completions: Any, **_: Any) -> list[float]:
+        """Returns the rewards, one for each completion."""
+        self.take(prompts, completions)
+        return self.score() if self.rewards is None else self.rewards
+
+
 class RolloutSteps:
     """The methods of GRPO and RLOO trainers that differ. Other trainers have none of them."""
 
@@ -43,6 +103,7 @@ class RolloutSteps:
     accelerator: Any
     is_layer_major: bool
     is_asked_for: bool
+    reward_funcs: Sequence[Any]
     _step: int
     _metrics: dict[str, dict[str, list[float]]]
     _current_train_step_time: float
@@ -80,6 +141,16 @@ class RolloutSteps:
                 return generated
         return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
+    def _generate(self, prompts: Any) -> Any:
+        """Overrides TRL's."""
+        found = super()._generate(prompts)  # type: ignore[misc]
+        for reward in self._rewards():
+            reward.take(prompts, found[3 if generates(self, {GRPO}) else 2])
+        return found
+
+    def _rewards(self) -> list[AdapterReward]:
+        return [reward for reward in self.reward_funcs if isinstance(reward, AdapterReward)]
+
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
@@ -106,12 +177,31 @@ class RolloutSteps:
             partial(score, model, input_ids[part], attention_mask[part], logits_to_keep, batch_size)
             for part in parts
         ]
-        if not self._has_reference_beside(model):
-            return _joined(_in_sweeps(model, calls, batch_size * input_ids.shape[1]))
-        pairs = [run for call in calls for run in (call, partial(self._as_reference, call))]
-        results = _in_sweeps(model, pairs, batch_size * input_ids.shape[1])
-        self._reference = input_ids, _joined(results[1::2])
-        return _joined(results[::2])
+        step = 1
+        if self._has_reference_beside(model):
+            step = 2
+            calls = [run for call in calls for run in (call, partial(self._as_reference, call))]
+        results = self._in_sweeps(model, calls, len(parts), batch_size * input_ids.shape[1])
+        if step == 2:
+            self._reference = input_ids, _joined(results[1::2])
+        return _joined(results[::step])
+
+    def _in_sweeps(
+        self, model: Any, calls: Sequence[Callable[[], Any]], num_parts: int, num_tokens: int
+    ) -> list[Any]:
+        """Returns the results of calls of `num_tokens` tokens each, in as few sweeps as fit. The
+        rewards of all parts pass with them where one sweep has space for all."""
+        engine = engine_of(model)
+        most = min(MOST_BATCHES, max(2, engine.sweep_tokens // num_tokens // 2 * 2))
+        rewards = self._rewards() if model is self.model else []
+        if len(calls) + num_parts * len(rewards) <= most:
+            scores = [reward.score for reward in rewards]
+            results = engine.sweep([], [*calls, *scores])[1]
+            for reward, found in zip(rewards, results[len(calls) :], strict=True):
+                reward.rewards = found
+            return results[: len(calls)]
+        starts = range(0, len(calls), most)
+        return [r for at in starts for r in engine.sweep([], calls[at : at + most])[1]]
 
     def _may_score_together(self, model: Any) -> bool:
         if not (self._is_generating and self.is_layer_major and self.is_asked_for):
@@ -139,14 +229,6 @@ class RolloutSteps:
 
         with use_adapter(self.model, "ref" if "ref" in self.model.peft_config else None):
             return call()
-
-
-def _in_sweeps(model: Any, calls: Sequence[Callable[[], Any]], num_tokens: int) -> list[Any]:
-    """Returns the results of calls of `num_tokens` tokens each, in as few sweeps as fit."""
-    engine = engine_of(model)
-    most = min(MOST_BATCHES, max(2, engine.sweep_tokens // num_tokens // 2 * 2))
-    starts = range(0, len(calls), most)
-    return [r for at in starts for r in engine.sweep([], calls[at : at + most])[1]]
 
 
 def _joined(results: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:

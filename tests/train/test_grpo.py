@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.integrations.rollouts import AdapterReward
 from infinity.integrations.sampler import ServerSampler
 from infinity.tools.training import program
 from infinity.tools.training.chat import CHATML
@@ -96,6 +99,23 @@ def judge_at(directory: Path, base: Path, seed: int = 5) -> Path:
     return directory
 
 
+def judging_adapter_at(directory: Path, base: Path, seed: int = 5, *, num_labels: int = 1) -> Any:
+    """A reward model over the base: saves an adapter and a head, and returns the whole of it."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(
+        r=2, target_modules=["k_proj", "down_proj"], init_lora_weights=False, task_type="SEQ_CLS"
+    )
+    model: Any = LlamaForSequenceClassification.from_pretrained(base, num_labels=num_labels)
+    judge = peft.get_peft_model(model, config).eval()
+    judge.save_pretrained(directory)
+    tokenizer = ByteTokenizer().for_records()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(directory)
+    whole = judge.get_base_model()
+    whole.config._name_or_path = str(directory)  # Where TRL looks for the tokenizer.
+    return whole
+
+
 def job_of(directory: Path, base: Path, *, method: str = "grpo", adapter: str = ADAPTER,
            rest: str = "", is_chat: bool = False, **grpo: Any) -> Path:  # fmt: skip
     usual = {"num_generations": 2, "max_completion_length": 4}
@@ -158,6 +178,9 @@ def plain(
         ("grpo", False, {"beta": 0.1}),
         ("rloo", True, {"beta": 0.1}),
         ("grpo", True, {"reward_model": "../judge", "rewards": []}),
+        ("grpo", True, {"reward_model": "../adapter", "rewards": [], "beta": 0.1}),
+        ("rloo", True, {"reward_model": "../adapter", "beta": 0.1, "is_chat": True}),
+        ("grpo", True, {"reward_model": "../adapter", "rewards": []}),
     ],
 )
 def test_a_run_is_that_of_plain_trl(
@@ -165,8 +188,13 @@ def test_a_run_is_that_of_plain_trl(
 ) -> None:
     beta = options.get("beta", 0.0)
     reward: Any = num_ones
-    if "reward_model" in options:
+    options = dict(options)
+    if (which := options.get("reward_model")) == "../judge":
         reward = options["reward_model"] = str(judge_at(tmp_path / "judge", base))
+    elif which:
+        options["reward_model"] = str(tmp_path / "judge")
+        judge = judging_adapter_at(tmp_path / "judge", base)
+        reward = [num_ones, judge] if "rewards" not in options else judge
     rows = rows_of(is_chat=options.get("is_chat", False))
     expected = plain(base, method, rows, reward, lora=lora, beta=beta, directory=tmp_path / "plain")
     job = job_of(tmp_path, base, method=method, adapter=ADAPTER * lora, **options)
@@ -178,6 +206,24 @@ def test_a_run_is_that_of_plain_trl(
     assert len({line["reward"] for line in lines}) > 1
     seen = sum(line["num_tokens"] for line in lines)
     assert seen == expected[-1]["num_tokens"] and isinstance(seen, int)
+
+
+def test_an_adapter_over_the_same_base_rewards_in_the_sweep_of_the_log_probabilities(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_call, were_scored = AdapterReward.__call__, []
+
+    def call(self: AdapterReward, *prompts: Any, **options: Any) -> list[float]:
+        were_scored.append(self.rewards is not None)
+        return plain_call(self, *prompts, **options)
+
+    monkeypatch.setattr(AdapterReward, "__call__", call)
+    judging_adapter_at(tmp_path / "judge", base)
+    options = {"rewards": [], "reward_model": str(tmp_path / "judge")}
+    train(job_of(tmp_path / "beside", base, beta=0.1, **options))
+    assert were_scored == [True] * STEPS
+    train(job_of(tmp_path / "alone", base, **options))  # Asks for no log-probabilities.
+    assert were_scored == [True] * STEPS + [False] * STEPS
 
 
 def test_a_step_may_learn_fewer_prompts_than_a_batch_has_completions(
@@ -226,13 +272,14 @@ def test_a_server_samples_and_a_run_that_it_has_ended_goes_on(
         assert whole[DIFFERENCE + "max"] < 1e-5
 
 
+@pytest.mark.parametrize("make", [judge_at, judging_adapter_at])
 def test_a_run_goes_on_with_a_reward_model_that_was_moved_and_not_with_another(
-    base: Path, tmp_path: Path
+    make: Callable[..., Any], base: Path, tmp_path: Path
 ) -> None:
     rest = "[checkpoint]\nevery = 2"
     for name, seed in (("judge", 5), ("moved", 5), ("other", 6)):
-        judge = str(judge_at(tmp_path / name, base, seed))
-        job = job_of(tmp_path, base, rest=rest, rewards=[], reward_model=judge)
+        make(tmp_path / name, base, seed)
+        job = job_of(tmp_path, base, rest=rest, rewards=[], reward_model=str(tmp_path / name))
         if name == "other":
             with pytest.raises(ConfigError, match="the SHA-256 of the reward model"):
                 train(job, resume=True)
@@ -293,6 +340,32 @@ def test_what_cannot_be_is_refused_before_a_tier_is_touched(
     (tmp_path / "broken.py").write_text("def reward(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     job = job_of(tmp_path, base, **options)
+    with pytest.raises(ConfigError, match=said):
+        train(job)
+    assert not (tmp_path / "output" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"adapter": ""}, "is an adapter, which scores over the frozen base of .adapter.; expected"),
+    ({"num_labels": 2}, "gives 2 scores; expected one"),
+    ({"layers": 1}, r"has 'base_model.model.model.layers.1.* beside them"),
+    ({"width": 8}, "score.weight' has shape .1, 8., expected .1, 16."),
+])  # fmt: skip
+def test_a_rewarding_adapter_that_does_not_fit_is_refused(
+    change: dict[str, Any], said: str, base: Path, tmp_path: Path
+) -> None:
+    judging_adapter_at(tmp_path / "judge", base, num_labels=change.get("num_labels", 1))
+    if "width" in change:
+        file = tmp_path / "judge" / "adapter_model.safetensors"
+        values = load_file(file)
+        values["base_model.model.score.weight"] = torch.zeros(1, change["width"])
+        save_file(values, file)
+    if "layers" in change:
+        file = tmp_path / "judge" / "adapter_config.json"
+        table = json.loads(file.read_text()) | {"layers_to_transform": [0]}
+        file.write_text(json.dumps(table))
+    options = {"rewards": [], "reward_model": str(tmp_path / "judge")}
+    job = job_of(tmp_path, base, adapter=change.get("adapter", ADAPTER), **options)
     with pytest.raises(ConfigError, match=said):
         train(job)
     assert not (tmp_path / "output" / "metrics.jsonl").exists()

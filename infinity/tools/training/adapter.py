@@ -11,10 +11,11 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -55,6 +56,7 @@ from infinity.tools.training.own_experts import (
 
 CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 _PARTIAL_NAME = ".adapter.partial"
+SCORER = "scorer"  # The name of an adapter that scores what the trained one generates.
 PREFIX = "base_model.model."  # Of PEFT, before the names of the base.
 _COMPARED_NBYTES = 16 * MIB
 _RELEASE_OF_EXPERTS = (0, 19)  # Of PEFT, since which packed experts are stored as today.
@@ -140,19 +142,52 @@ def _experts_of(
     return before or names
 
 
+def attach_scorer(adapted: Any, scorer: Any, saved: Path, base: WeightSource) -> None:
+    """Attaches a saved adapter that scores sequences to a model that has adapters over the same
+    base, as `SCORER`, and makes the scorer's blocks those of the model.
+
+    adapted: of `attach_adapter`, for text
+    scorer: on meta, of the class of the saved adapter; its head gets the saved values
+
+    Raises ConfigError for an adapter of another base or another kind of head.
+    """
+    model = adapted.get_base_model()
+    options = AdapterConfig.model_validate({"resume": saved, "name": SCORER})
+    if names_in(saved):
+        raise ConfigError(
+            f"the saved adapter {saved} trains experts in full; merge it into a model"
+        )
+    config = _config(model, options, base, _BASES[adapted], [], task=_task_of(scorer))
+    config.task_type = config.modules_to_save = None
+    _wrapped(adapted, config, options)
+    blocks = scorer.base_model_prefix
+    setattr(scorer, blocks, None)
+    head = dict(scorer.named_parameters())
+    values = _load(adapted, saved, base, SCORER, beside={PREFIX + n: p for n, p in head.items()})
+    scorer.load_state_dict(
+        {name: values[PREFIX + name].to(p.dtype) for name, p in head.items()}, assign=True
+    )
+    setattr(scorer.eval(), blocks, getattr(model, blocks))
+    for name, parameter in adapted.named_parameters():
+        if adapter_of(name, (SCORER,)):
+            parameter.requires_grad_(False)
+
+
 def _config(
     model: nn.Module,
     options: AdapterConfig,
     base: WeightSource,
     identity: BaseIdentity,
     heads: list[str],
+    *,
+    task: str | None = None,
 ) -> Any:
     if options.resume is None:
         config = _new_config(model, options)
         config.modules_to_save = list(heads) or None
     else:
         config = _saved_config(model, options)
-        if config.task_type not in (None, _task_of(model)):
+        if config.task_type not in (None, task or _task_of(model)):
             raise ConfigError(
                 f"the saved adapter {options.resume} is for {config.task_type}, and a "
                 f"{type(model).__name__} is for {_task_of(model)}; begin a new one, or use it "
@@ -516,8 +551,16 @@ def _has_targets(model: nn.Module, config: Any, options: AdapterConfig) -> bool:
     return all(has(wanted, name) == has(config, name) for name in names)
 
 
-def _load(adapted: Any, path: Path, base: WeightSource, adapter: str) -> None:
-    """Loads a saved adapter after every name and shape of its header has been compared."""
+def _load(
+    adapted: Any,
+    path: Path,
+    base: WeightSource,
+    adapter: str,
+    *,
+    beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> dict[str, torch.Tensor]:
+    """Loads a saved adapter after every name and shape of its header has been compared. Returns the
+    values of tensors that stand `beside` it in the file and not in the model."""
     import peft
 
     _refuse_exchanged_experts(adapted, path)
@@ -525,6 +568,7 @@ def _load(adapted: Any, path: Path, base: WeightSource, adapter: str) -> None:
     wanted = peft.get_peft_model_state_dict(
         adapted, state_dict=own, adapter_name=adapter, save_embedding_layers=False
     )
+    wanted |= beside
     file = path / WEIGHTS_NAME
     with SafetensorsReader(file) as reader:
         found = {name: info.shape for name, info in reader.tensors.items()}
@@ -545,7 +589,9 @@ def _load(adapted: Any, path: Path, base: WeightSource, adapter: str) -> None:
                     f"{found[name]}, expected {tuple(tensor.shape)} on {_base_name(adapted)}"
                 )
         values = {name: reader.read(name) for name in wanted}
+    apart = {name: values.pop(name) for name in beside}
     peft.set_peft_model_state_dict(adapted, values, adapter_name=adapter)
+    return apart
 
 
 def _refuse_exchanged_experts(adapted: Any, path: Path) -> None:
