@@ -21,6 +21,7 @@ from infinity.engine.registry import engine_of
 from infinity.errors import InfinityError
 from infinity.integrations.evaluation import MOST_BATCHES
 from infinity.modules.accumulate.trial import why_forwards_differ
+from infinity.modules.reading.adapters import SCORER
 
 GRPO = ("trl.trainer.grpo_trainer", "GRPOTrainer")
 GENERATING = {GRPO, ("trl.trainer.rloo_trainer", "RLOOTrainer")}
@@ -37,25 +38,20 @@ def generates(trainer: Any, kinds: Set[tuple[str, str]] = GENERATING) -> bool:
 
 
 class AdapterReward:
-    """A reward function of TRL: a reward model that is another adapter of the trained model, with a
-    head of its own behind the same blocks.
+    """A reward function of TRL: a reward model that is the adapter `SCORER` of the trained model,
+    with a head of its own behind the same blocks.
 
     scorer: a model for sequence classification whose blocks are those of `model`
-    adapter: the name of the adapter that it scores with
     """
 
-    def __init__(self, model: Any, scorer: Any, tokenizer: Any, *, adapter: str) -> None:
-        self._model, self._scorer, self._tokenizer, self._adapter = (
-            model,
-            scorer,
-            tokenizer,
-            adapter,
-        )
+    __name__ = SCORER  # By which TRL logs the rewards.
+
+    def __init__(self, model: Any, scorer: Any, tokenizer: Any) -> None:
+        self._model, self._scorer, self._tokenizer = model, scorer, tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         scorer.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         self._texts: list[str] = []
         self.rewards: list[float] | None = None  # Of the texts, once they are scored.
-        self.__name__ = adapter  # By which TRL logs the rewards.
 
     def take(self, prompts: Sequence[Any], completions: Sequence[Any]) -> None:
         """Takes what `score` will score. TRL would write it so for a reward model in memory."""
@@ -81,7 +77,7 @@ class AdapterReward:
             text=self._texts, return_tensors="pt", padding=True, padding_side="right",
             add_special_tokens=False,
         ).to(device)  # fmt: skip
-        with torch.inference_mode(False), torch.no_grad(), use_adapter(model, self._adapter):
+        with torch.inference_mode(False), torch.no_grad(), use_adapter(model, SCORER):
             model.eval()
             try:
                 found = self._scorer(**inputs, use_cache=False).logits[:, 0]

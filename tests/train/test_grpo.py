@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from infinity.checkpoint import weight_source
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.integrations.rollouts import AdapterReward
 from infinity.integrations.sampler import ServerSampler
 from infinity.tools.training import program
+from infinity.tools.training.base_identity import identify, write_identity
 from infinity.tools.training.chat import CHATML
 from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.sampling_server import SamplingServer
@@ -197,6 +200,8 @@ def test_a_run_is_that_of_plain_trl(
         reward = [num_ones, judge] if "rewards" not in options else judge
     rows = rows_of(is_chat=options.get("is_chat", False))
     expected = plain(base, method, rows, reward, lora=lora, beta=beta, directory=tmp_path / "plain")
+    if which == "../adapter":  # It gets ChatML, as in the training of a reward model.
+        (tmp_path / "judge" / "chat_template.jinja").unlink()
     job = job_of(tmp_path, base, method=method, adapter=ADAPTER * lora, **options)
     lines = train(job)
     assert len(lines) == len(expected) == STEPS
@@ -219,7 +224,10 @@ def test_an_adapter_over_the_same_base_rewards_in_the_sweep_of_the_log_probabili
 
     monkeypatch.setattr(AdapterReward, "__call__", call)
     judging_adapter_at(tmp_path / "judge", base)
-    options = {"rewards": [], "reward_model": str(tmp_path / "judge")}
+    other = replace(identify(weight_source(base)), samples_sha256="0" * 64)
+    write_identity(other, tmp_path / "judge")
+    adapter = f"{ADAPTER}\nany_base = true"
+    options = {"rewards": [], "reward_model": str(tmp_path / "judge"), "adapter": adapter}
     train(job_of(tmp_path / "beside", base, beta=0.1, **options))
     assert were_scored == [True] * STEPS
     train(job_of(tmp_path / "alone", base, **options))  # Asks for no log-probabilities.
@@ -350,6 +358,7 @@ def test_what_cannot_be_is_refused_before_a_tier_is_touched(
     ({"num_labels": 2}, "gives 2 scores; expected one"),
     ({"layers": 1}, r"has 'base_model.model.model.layers.1.* beside them"),
     ({"width": 8}, "score.weight' has shape .1, 8., expected .1, 16."),
+    ({"token": "other"}, "reward_model: .*judge has another tokenizer than bytes; expected the"),
 ])  # fmt: skip
 def test_a_rewarding_adapter_that_does_not_fit_is_refused(
     change: dict[str, Any], said: str, base: Path, tmp_path: Path
@@ -360,6 +369,10 @@ def test_a_rewarding_adapter_that_does_not_fit_is_refused(
         values = load_file(file)
         values["base_model.model.score.weight"] = torch.zeros(1, change["width"])
         save_file(values, file)
+    if "token" in change:
+        tokenizer = ByteTokenizer().for_records()
+        tokenizer.add_tokens([change["token"]])
+        tokenizer.save_pretrained(tmp_path / "judge")
     if "layers" in change:
         file = tmp_path / "judge" / "adapter_config.json"
         table = json.loads(file.read_text()) | {"layers_to_transform": [0]}

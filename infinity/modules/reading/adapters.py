@@ -19,6 +19,7 @@ from infinity.errors import ConfigError
 from infinity.modules.handles.handle import Handle
 from infinity.modules.reading.empty_weights import is_to_come
 
+SCORER = "scorer"  # The name of an adapter that scores what the trained one generates.
 # Methods, and values of `init_lora_weights`, whose first values PEFT computes from the base.
 _STARTS_FROM_BASE = ("CPT", "DELORA")
 _LORA_STARTS_FROM_BASE = ("pissa", "olora", "mica", "eva", "corda", "loftq")

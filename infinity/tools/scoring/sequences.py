@@ -19,7 +19,7 @@ from infinity.tools.training.chat import CHATML, encode_chats, num_shared
 from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
 from infinity.tools.training.records import NOT_LEARNED, has_messages, kind_of_columns, load_records
 from infinity.tools.training.settle import settle, tokenizer_of
-from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer, refuse_other
+from infinity.tools.training.tokenizers import Tokenizer, open_same, open_tokenizer
 
 _log = logging.getLogger("infinity")
 
@@ -98,7 +98,7 @@ def _of_run(path: Path, directory: Path) -> list[ScoredSequence]:
         with ExitStack() as stack:
             plan, tokenizer, _ = read_model(config)
             assert tokenizer is not None
-            refuse_other(tokenizer, directory, str(path))
+            open_same(tokenizer, directory, str(path))
             data = open_data(config, tokenizer, stack, vocab_size=plan.vocab_size)
             trainer = make_trainer(config, build_model(plan, config), data, tokenizer, JobRank())
             for dataset in filter(None, (trainer.train_dataset, trainer.eval_dataset)):

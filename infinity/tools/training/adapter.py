@@ -31,7 +31,7 @@ from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, refusing, reporting
-from infinity.modules.reading.adapters import adapter_of, names_of_adapters
+from infinity.modules.reading.adapters import SCORER, adapter_of, names_of_adapters
 from infinity.modules.reading.configuration import HEADS, is_router, scores_sequences, towers
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import MIB
@@ -56,7 +56,6 @@ from infinity.tools.training.own_experts import (
 
 CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 _PARTIAL_NAME = ".adapter.partial"
-SCORER = "scorer"  # The name of an adapter that scores what the trained one generates.
 PREFIX = "base_model.model."  # Of PEFT, before the names of the base.
 _COMPARED_NBYTES = 16 * MIB
 _RELEASE_OF_EXPERTS = (0, 19)  # Of PEFT, since which packed experts are stored as today.
@@ -142,17 +141,20 @@ def _experts_of(
     return before or names
 
 
-def attach_scorer(adapted: Any, scorer: Any, saved: Path, base: WeightSource) -> None:
+def attach_scorer(
+    adapted: Any, scorer: Any, saved: Path, base: WeightSource, *, any_base: bool
+) -> None:
     """Attaches a saved adapter that scores sequences to a model that has adapters over the same
     base, as `SCORER`, and makes the scorer's blocks those of the model.
 
     adapted: of `attach_adapter`, for text
     scorer: on meta, of the class of the saved adapter; its head gets the saved values
+    any_base: also where it was trained over another base of the same shapes
 
     Raises ConfigError for an adapter of another base or another kind of head.
     """
     model = adapted.get_base_model()
-    options = AdapterConfig.model_validate({"resume": saved, "name": SCORER})
+    options = AdapterConfig.model_validate({"resume": saved, "name": SCORER, "any_base": any_base})
     if names_in(saved):
         raise ConfigError(
             f"the saved adapter {saved} trains experts in full; merge it into a model"

@@ -30,12 +30,13 @@ from infinity.errors import ConfigError, listed, refusing
 from infinity.integrations.rollouts import AdapterReward, generates
 from infinity.integrations.sampler import ServerSampler
 from infinity.modules.reading.configuration import auto_class, empty_model
-from infinity.tools.training.adapter import SCORER, attach_scorer, num_labels_of
+from infinity.tools.training.adapter import attach_scorer, num_labels_of
+from infinity.tools.training.chat import CHATML
 from infinity.tools.training.embedding import batches
 from infinity.tools.training.job_data import JobData
 from infinity.tools.training.model import ModelPlan
 from infinity.tools.training.settle import tokenizer_of
-from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
+from infinity.tools.training.tokenizers import Tokenizer, open_same
 
 
 def classes_of(train: Train) -> tuple[Any, Any]:
@@ -167,10 +168,12 @@ def build_reward(
     kind = auto_class(hf_config, where, trusts_code=trusts_code, purpose="scores sequences")
     dtype = getattr(torch, config.precision.compute_dtype)
     scorer = empty_model(hf_config, dtype, where, trusts_code=trusts_code, kind=kind)
-    attach_scorer(model, scorer, path, plan.weights)
-    own = tokenizer_of(path).value
-    writer = (tokenizer if own == "bytes" else open_tokenizer(own)).for_records()
-    return AdapterReward(model, scorer, writer, adapter=SCORER)
+    attach_scorer(model, scorer, path, plan.weights, any_base=config.adapter.any_base)
+    writer = tokenizer.for_records()
+    if tokenizer_of(path).value != "bytes":
+        writer = open_same(tokenizer, path, "train.grpo.reward_model")
+        writer.chat_template = writer.chat_template or CHATML
+    return AdapterReward(model, scorer, writer)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from infinity.config.schema.train import Distill
 from infinity.errors import ConfigError, refusing, reporting
 from infinity.tools.logprobs import check, in_sweeps, rows_at_once, score_sequence
 from infinity.tools.training.base_identity import identify
-from infinity.tools.training.tokenizers import Tokenizer, refuse_other
+from infinity.tools.training.tokenizers import Tokenizer, open_same
 
 _ROWS_AT_ONCE = 64  # Of a Parquet file.
 _MOST_SUM = 1.001  # Of rounded probabilities.
@@ -67,7 +67,7 @@ class Teacher:
                     f"vocabulary; got {options.top_k}"
                 )
             path = in_hub_cache(options.teacher)
-            refuse_other(tokenizer, path, "train.distill.teacher")
+            open_same(tokenizer, path, "train.distill.teacher")
             self.sha256 = identify(weight_source(path)).samples_sha256
             return
         if options.temperature != 1.0:

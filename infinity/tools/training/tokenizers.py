@@ -149,15 +149,16 @@ def open_tokenizer(which: Path | str) -> Tokenizer:
     return ByteTokenizer() if which == "bytes" else HuggingFaceTokenizer(Path(which))
 
 
-def refuse_other(tokenizer: Tokenizer, directory: Path, key: str) -> None:
-    """Raises ConfigError, which begins with `key`, for the directory of a model with another
-    tokenizer. One without a tokenizer has bytes."""
+def open_same(tokenizer: Tokenizer, directory: Path, key: str) -> Any:
+    """Returns the tokenizer in a directory, as an object of transformers. Raises ConfigError, which
+    begins with `key`, for another one than `tokenizer`. One without a tokenizer has bytes."""
     other = open_tokenizer(tokenizer_of(directory).value).for_records()
     if other.get_vocab() != tokenizer.for_records().get_vocab():
         raise ConfigError(
             f"{key}: {directory} has another tokenizer than {tokenizer.name}; expected the same "
             "tokens with the same ids"
         )
+    return other
 
 
 def _complete_lines(chunks: Iterator[bytes]) -> Iterator[str]:
