@@ -183,8 +183,8 @@ def test_a_step_fetches_a_block_once_for_all_its_batches(tmp_path, table) -> Non
 
     # Twice the base, and the adapter with its state.
     assert base_nbytes < read_nbytes("one") < 2.5 * base_nbytes
-    # What stays in memory differs a little.
-    assert read_nbytes("three") < 1.05 * read_nbytes("one")
+    # What stays in memory differs with the time of the reads; fetched for each batch it were 3.
+    assert read_nbytes("three") < 1.3 * read_nbytes("one")
 
 
 def test_resumed_over_a_base_that_was_spread_meanwhile_it_is_the_same_run(tmp_path, table) -> None:
