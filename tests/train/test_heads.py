@@ -196,7 +196,12 @@ NAMED = [record | {"label": LABELS[i % 2]} for i, record in enumerate(TEXTS)]
 @pytest.mark.parametrize(
     ("records", "options", "train"),
     [
-        (NAMED, [], {"method": "classify", "labels": ["even", "odd"]}),
+        pytest.param(
+            NAMED,
+            [],
+            {"method": "classify", "labels": ["even", "odd"]},
+            marks=pytest.mark.exhaustive,
+        ),
         (PREFERENCES, ["--full"], {"method": "dpo"}),
     ],
     ids=["classify", "dpo-full"],
