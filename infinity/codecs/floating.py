@@ -41,7 +41,7 @@ _INT4_OF_QUARK = {"int4": "QUARK_SIGNED", "uint4": "QUARK"}  # The layouts of it
 _LEFTOVERS = ("_scale_inv", ".weight_scale", ".weight_scale_2", ".qscale_weight")
 _OF_NO_CODEC = {
     "_weight_scale": "is of experts that modelopt has packed into one tensor, which no codec "
-    "reads; use a checkpoint with a matrix for each expert",
+    "reads; infinity convert DIR -o OUT writes a matrix for each expert of Llama 4",
     ".pre_quant_scale": "multiplies the inputs of a layer, which transformers' class does not do; "
     "use a checkpoint that modelopt has quantized without AWQ and SVDQuant (NVFP4)",
 }

@@ -92,7 +92,8 @@ def convert(
         Path,
         arg(
             "SOURCE",
-            "A .gguf file (of a split the first one), or a directory with pytorch_model.bin.",
+            "A .gguf file (of a split the first one), or a directory with pytorch_model.bin, or "
+            "with experts of Llama 4 that modelopt has packed.",
         ),
     ],
     out: _Out,
@@ -110,10 +111,11 @@ def convert(
         plan = plan_gguf(source, lambda line: typer.echo(line, err=True))
     else:
         from infinity.config.paths import refuse_no_directory
+        from infinity.tools.convert.experts import plan_apart
         from infinity.tools.convert.pickled import plan_pickled
 
         refuse_no_directory(source)
-        plan = plan_pickled(source)
+        plan = plan_apart(source) or plan_pickled(source)
     _write(plan, out)
 
 
