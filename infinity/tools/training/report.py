@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from infinity.bounded import MalformedError
 from infinity.checkpoint.durable import replace_file
 from infinity.config.machine import read_field
 from infinity.errors import ConfigError
@@ -39,6 +40,8 @@ LINKS = {
 }
 WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s", "ranks_wait_s")
 _SUMMED = (*LINKS, *WAITS, "update_s", "num_tokens")
+_NEEDED = {*_SUMMED, "elapsed_s", "tokens_per_s", "loss", "held_out_loss", "grad_norm",
+           "learning_rate", "skipped", "host_in_use_nbytes", "peak_rss_nbytes"}  # fmt: skip
 # The stalls of the steps and the phases of a run, each with the title of its line.
 _STEP_TIMES = {
     "compute_s": "compute",
@@ -55,6 +58,9 @@ _NUM_LAST_STEPS = 5
 _NUM_PACED = 50  # Steps.
 _PLATEAU = 5  # Evaluations.
 _BAR_WIDTH = 12
+_LEAST_WIDTH = 96  # Of a console with a bar: all that is watched fits beside it.
+# What is written shorter where the width is too small.
+_SHORTER = {" tokens/s": " tok/s", "held-out": "eval", "step ": "", "ETA ": ""}
 BARS = " ▁▂▃▄▅▆▇█"
 
 Snapshot = Mapping[str, float]
@@ -150,7 +156,7 @@ def shown(line: Line, held_out_loss: float | None, left_s: float | None, width: 
     """Returns what is printed of a step, as much as `width` characters hold, whole words only.
     `held_out_loss` is the last known, `left_s` the time until the last step."""
     norm = line["grad_norm"]
-    parts = [
+    watched = [
         f"step {line['step']}/{line['steps']}" if "steps" in line else f"step {line['step']}",
         "" if line["skipped"] is None else "SKIPPED",
         "" if left_s is None else f"ETA {clock_of(left_s)}",
@@ -160,6 +166,13 @@ def shown(line: Line, held_out_loss: float | None, left_s: float | None, width: 
         f"lr {line['learning_rate']:.1e}",
         "" if norm is None else f"norm {norm:.3g}",
         f"{line['tokens_per_s']:,.0f} tokens/s",
+    ]
+    said = "  ".join(filter(None, watched))
+    for long, short in _SHORTER.items():
+        said = said if len(said) <= width else said.replace(long, short)
+    gap = "  " if len(said) <= width else " "
+    parts = [
+        *said.split("  "),
         "" if line["epoch"] is None else f"epoch {line['epoch']:.2f}",
         *(  # Rates of drives, where drives are used.
             f"{direction} {line[f'nvme_{direction}_bytes_per_s'] / 1e9:.2f} GB/s"
@@ -171,7 +184,7 @@ def shown(line: Line, held_out_loss: float | None, left_s: float | None, width: 
     ]
     text = ""
     for part in filter(None, parts):
-        longer = f"{text}  {part}" if text else part
+        longer = f"{text}{gap}{part}" if text else part
         if len(longer) > width:
             break
         text = longer
@@ -315,8 +328,12 @@ class Summary:
 
 
 def summary_of(lines: Sequence[Line]) -> Summary:
-    """Returns the summary of a run's lines; the pace is that of the newest start."""
+    """Returns the summary of a run's lines; the pace is that of the newest start. Raises
+    MalformedError for a line of another program."""
     last: Line = lines[-1] if lines else {}
+    for line in lines:
+        if missing := sorted(_NEEDED - line.keys()):
+            raise MalformedError(f"the line of step {line['step']} has no {missing[0]!r}")
     found = Summary(steps=last.get("steps", 0), num_parameters=0)
     for line in lines:
         found.add(line)
@@ -343,8 +360,8 @@ def means(values: Sequence[float], count: int) -> list[float]:
 class Reporter:
     """Writes metrics.jsonl and prints to the terminal; close it.
 
-    On a terminal it keeps a bar, otherwise it prints one plain line per `log_every` steps.
-    Both have the time that is left, and fit the width of the console, 80 columns in a log.
+    On a terminal it keeps a line, with a bar if there is space, otherwise it prints one plain line
+    per `log_every` steps. Both fit the width of the console, 80 columns in a log.
     `start` replaces the metrics of an earlier run, or keeps those up to the resumed step; before
     `start` only `note` may be called. Without a path there are no metrics. A run with a `name`,
     one of several in the process, begins each line with it and has no bar.
@@ -377,7 +394,7 @@ class Reporter:
             self._held_out_loss = line["held_out_loss"]
         line, width = {"steps": self._steps, **line}, self._console.width
         if self._console.is_terminal and not self._name:  # A terminal has one bar.
-            width -= _BAR_WIDTH + 2
+            width -= _BAR_WIDTH + 2 if width >= _LEAST_WIDTH else 0
             self._show(step, shown(line, self._held_out_loss, left_s, width))
         elif step % self._log_every == 0 or step in (1, self._steps):
             width -= len(self._name) + 2 if self._name else 0
@@ -423,7 +440,8 @@ class Reporter:
 
     def _show(self, step: int, text: str) -> None:
         if self._bar is None:
-            columns = BarColumn(_BAR_WIDTH), TextColumn("{task.description}")
+            is_wide = self._console.width >= _LEAST_WIDTH
+            columns = [BarColumn(_BAR_WIDTH)] * is_wide + [TextColumn("{task.description}")]
             bar = Progress(*columns, console=self._console, auto_refresh=False)
             self._bar = bar, bar.add_task(text, total=self._steps, completed=step)
             bar.start()
