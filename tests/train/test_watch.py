@@ -82,6 +82,12 @@ def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: P
     assert reader.read() and [each["step"] for each in reader.lines] == [1]
 
 
+def test_a_file_of_another_program_is_refused_by_its_line(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
+    refused = run_command("watch", tmp_path)
+    assert refused.exit_code == 2 and "step 1 has no 'copy_wait_s'; expected" in refused.output
+
+
 def test_a_resumed_run_has_the_pace_of_its_own_steps() -> None:
     """The night between both runs is no part of it; the losses and bytes of both count."""
     before = [line(step, ended_s=BEGUN_S - 50_000 + step) for step in range(1, 11)]

@@ -42,6 +42,7 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
+    from infinity.bounded import MalformedError
     from infinity.config.paths import RUN_NAMES
     from infinity.tools.training.metrics import MetricsReader, is_metrics
 
@@ -58,7 +59,8 @@ def watch(
             reader.read()
         if not reader.lines and not is_metrics(file):
             raise ConfigError(f"{file} has no lines of metrics{remedy}")
-    reply(numbers_of(reader.lines, time.time(), file))
+    with refusing(str(file), MalformedError, remedy=remedy):
+        reply(numbers_of(reader.lines, time.time(), file))
     if is_silent():
         return
     if not console.is_terminal:

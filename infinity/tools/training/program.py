@@ -37,6 +37,7 @@ from rich.console import Console
 from transformers import set_seed
 
 import infinity
+from infinity.bounded import MalformedError
 from infinity.checkpoint import export_safetensors, weight_source
 from infinity.checkpoint.durable import replace_file
 from infinity.checkpoint.run.contents import digest_of_state
@@ -166,10 +167,10 @@ class Products:
         if self._summary.resumed_at:  # They may be long, and the best weights have a card, too.
             with suppress(OSError):
                 metrics.read()
-        card = model_card(self._config, self._summary, job.plan.kind, metrics.lines)
         try:
+            card = model_card(self._config, self._summary, job.plan.kind, metrics.lines)
             replace_file(directory / "README.md", card)
-        except OSError as error:
+        except (OSError, MalformedError) as error:
             self._reporter.note(f"warning: the model card is not written: {error}")
 
     def sample(self, interrupt: Interrupt) -> None:
