@@ -33,6 +33,7 @@ from infinity.tools.plan.measure import measure_device
 from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.forked import COMMAND, run_script
 
+PAIRS = str(Path(__file__).parents[2] / "examples" / "pairs.jsonl")
 RUNNER = CliRunner()
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
@@ -286,6 +287,7 @@ def test_data_that_train_would_refuse_are_refused(tmp_path: Path) -> None:
         ("empty.jsonl", "", "is empty"), ("blank.jsonl", "\n \n", "has no records"),
         ("second.jsonl", '{"text": "a"}\n{"text": []}', "record 2: text"),
         *((f"{i}.jsonl", labelled(pair), "cannot be told apart") for i, pair in enumerate(labels)),
+        ("stray.jsonl", labelled(["a", None]), "'a' in record 1 .*, none in record 2 of stray"),
     )  # fmt: skip
     for name, text, said in contents:
         (tmp_path / name).write_text(text)
@@ -442,6 +444,8 @@ def test_a_mistyped_directory_is_no_name_of_the_hub(tmp_path: Path) -> None:
         (("--sweep", "rank=8", "--sweep", "rank=9"), "once for each of"),
         (("--sweep", "rank=8,many"), "expected numbers"),
         (("--sweep", "rank=8", "--full"), "for adapters without experts"),
+        (("--sweep", "rank=8", "--data", PAIRS), "--sweep: several adapters train by 'sft' alone"),
+        (("--batch", "4", "--hardware", "8xh200-4nvme"), "of 8 (--ranks: one for each device of"),
     ],
 )
 def test_a_wrong_wish_is_refused_before_anything_is_measured(

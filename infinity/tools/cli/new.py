@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,7 +40,7 @@ _SWEPT: dict[str, Callable[[str], Any]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NewOptions:
     """What the command line says."""
 
@@ -92,7 +93,7 @@ class NewOptions:
         ),
     ] = None
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """The number of ranks. The devices of this machine are not counted."""
         if self.ranks is not None or self.hardware is None:
@@ -137,7 +138,13 @@ def write_new(asked: NewOptions) -> None:
         wish = _wish(asked, None, _captioned(asked))
     else:
         keys = train_keys(asked.data, asked.directory) if asked.data else {}
-        purpose = METHODS[keys.get("method", "sft")].purpose
+        method = keys.get("method", "sft")
+        if asked.sweep and method != "sft":
+            raise ConfigError(
+                f"--sweep: several adapters train by 'sft' alone, and these data by {method!r}; "
+                "leave --sweep out, and write a file for each setting"
+            )
+        purpose = METHODS[method].purpose
         num_labels = len(keys.get("labels", ()))
         directory = read_directory(asked.directory, purpose=purpose, num_labels=num_labels)
         _refuse_model(asked, directory)
@@ -181,9 +188,11 @@ def _refuse(asked: NewOptions) -> None:
     if any("rank" in table for table in _swept(asked)) and asked.rank is not None:
         raise ConfigError("expected --lora, or the ranks of --sweep; got both. Leave one out")
     if asked.batch is not None and asked.batch % asked.num_ranks:
+        devices = f"{asked.num_ranks} (--ranks: one for each device of {asked.hardware})"
+        ranks = devices if asked.ranks is None else f"--ranks {asked.ranks}"
         raise ConfigError(
-            f"--batch {asked.batch}: expected a multiple of --ranks {asked.num_ranks}, because "
-            "each rank has as many sequences of a step"
+            f"--batch {asked.batch}: expected a multiple of {ranks}, because each rank has as many "
+            "sequences of a step"
         )
     # Paths that lead nowhere are refused before torch is imported.
     refuse_no_model(asked.directory)

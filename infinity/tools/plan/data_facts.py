@@ -75,11 +75,15 @@ def train_keys(paths: Sequence[Path], model: Path | None = None) -> Table:
 
 def _labels_of(records: Sequence[Path], model: Path | None) -> list[str]:
     """Returns the names of the labels of all texts, none if the first text has no label."""
-    values = (row.get("label") for file in records for row in read_rows(file, list))
-    first = next(values, None)
-    if first is None:
-        return []
-    found = {value if type(value) in (str, int) else None for value in chain([first], values)}
+    places: dict[str | int | None, str] = {}
+    for file in records:
+        for number, row in enumerate(read_rows(file, list), 1):
+            value = row.get("label")
+            key = value if type(value) in (str, int) else None
+            places.setdefault(key, f"record {number} of {file.name}")
+            if not places.keys() - {None}:
+                return []
+    found = places.keys()
     hf_config = config_of_directory(model) if model is not None else None
     known = [*hf_config.id2label.values()] if hf_config and names_scorer(hf_config) else []
     if found <= {*known} or found <= {*range(len(known))}:
@@ -88,10 +92,11 @@ def _labels_of(records: Sequence[Path], model: Path | None) -> list[str]:
         return sorted(map(str, found))
     if len(found) > 1 and found == {*range(len(found))}:
         return [str(number) for number in range(len(found))]
+    said = [f"{'none' if v is None else repr(v)} in {place}" for v, place in places.items()]
     raise ConfigError(
         f"data.paths: the labels of {records[0]} cannot be told apart: expected two names or more, "
-        "or all numbers from 0 on, in each record; got "
-        f"{', '.join(sorted(map(repr, found))[:5])}. Change them, or remove them to learn the texts"
+        f"or all numbers from 0 on, in each record; got {', '.join(said[:5])}. Change them, or "
+        "remove them to learn the texts"
     )
 
 
