@@ -79,10 +79,10 @@ def _labels_of(records: Sequence[Path], model: Path | None) -> list[str]:
     for file in records:
         for number, row in enumerate(read_rows(file, list), 1):
             value = row.get("label")
-            key = value if type(value) in (str, int) else None
-            places.setdefault(key, f"record {number} of {file.name}")
-            if not places.keys() - {None}:
+            if value is None and not places:
                 return []
+            place = f"{'none' if value is None else repr(value)} in record {number} of {file.name}"
+            places.setdefault(value if type(value) in (str, int) else None, place)
     found = places.keys()
     hf_config = config_of_directory(model) if model is not None else None
     known = [*hf_config.id2label.values()] if hf_config and names_scorer(hf_config) else []
@@ -92,11 +92,10 @@ def _labels_of(records: Sequence[Path], model: Path | None) -> list[str]:
         return sorted(map(str, found))
     if len(found) > 1 and found == {*range(len(found))}:
         return [str(number) for number in range(len(found))]
-    said = [f"{'none' if v is None else repr(v)} in {place}" for v, place in places.items()]
     raise ConfigError(
         f"data.paths: the labels of {records[0]} cannot be told apart: expected two names or more, "
-        f"or all numbers from 0 on, in each record; got {', '.join(said[:5])}. Change them, or "
-        "remove them to learn the texts"
+        "or all numbers from 0 on, in each record; got "
+        f"{', '.join([*places.values()][:5])}. Change them, or remove them to learn the texts"
     )
 
 
