@@ -71,6 +71,13 @@ def published_name(directory: Path) -> str | None:
     return folder.parent.name.removeprefix("models--").replace("--", "/")
 
 
+def downloaded_commit(directory: Path) -> str:
+    """Returns the commit from which `hf download --local-dir` has made a directory, "" of any
+    other. It does not record the name of the model."""
+    known = _directory_of_pipeline(directory) / ".cache/huggingface/download/config.json.metadata"
+    return known.read_text().partition("\n")[0][:12] if known.is_file() else ""
+
+
 def _directory_of_pipeline(directory: Path) -> Path:
     """Returns the pipeline that a directory is a part of, or else the directory, without links."""
     found = directory.resolve()

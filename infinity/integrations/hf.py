@@ -43,6 +43,7 @@ from infinity.config.extras import TRIED, require_release, require_transformers
 from infinity.config.schema import changed
 from infinity.engine.registry import AGAIN, engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError, reporting
+from infinity.integrations.card import fill
 from infinity.integrations.sampler import ServerSampler
 from infinity.integrations.windows import LayerMajorSteps, choose_order
 from infinity.modules.reading.adapters import values_of_adapters
@@ -395,6 +396,11 @@ class OffloadedTrainer(LayerMajorSteps):
         """Pushes when the checkpoint has its name: a push goes on in a thread."""
         if self._writes_in is None:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        if self.args.should_save and hasattr(self.model, "peft_config"):
+            fill(Path(output_dir or self.args.output_dir) / "README.md", self)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         step = self.state.global_step

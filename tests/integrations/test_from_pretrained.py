@@ -166,6 +166,9 @@ def test_a_program_of_trl_runs_as_it_is(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").symlink_to(made)
+    record = made / ".cache/huggingface/download/config.json.metadata"  # Of `hf download`.
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(f"{'0123456789' * 4}\netag\n1.0\n")
     (tmp_path / "chat.jsonl").symlink_to(EXAMPLES / "chat.jsonl")
     (tmp_path / "zero.json").write_text(json.dumps(ZERO))
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -196,6 +199,9 @@ def test_a_program_of_trl_runs_as_it_is(
     assert b"infinity" not in pickle.dumps(args)  # As training_args.bin.
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(value.any() for name, value in adapter.items() if "lora_B" in name)
+    card = (tmp_path / "out" / "README.md").read_text()
+    rows = ("base | m, commit 012345678901 of the hub", "trained | lora of rank 8", "time | ")
+    assert [row for row in rows if f"| {row}" not in card] == [] and "base_model" not in card, card
     engine.close()
     assert isinstance(AutoModelForCausalLM.from_pretrained(made).lm_head.weight.sum().item(), float)
 

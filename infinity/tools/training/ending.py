@@ -11,9 +11,9 @@ from shlex import quote
 from typing import Literal
 
 from infinity.config import JobConfig
-from infinity.config.extras import installed
-from infinity.config.hub import model_name, published_name
+from infinity.config.hub import published_name
 from infinity.config.schema.train import Purpose
+from infinity.integrations.card import base_in_words, card_of
 from infinity.sizes import counted
 from infinity.tools.training.report import Line, Reporter, Summary, bars, clock_of, summary_of
 
@@ -21,7 +21,6 @@ Event = Literal["end", "failure", "plateau"]
 
 _CURVE_WIDTH = 32
 _PATIENCE_S = 30  # For a command of the user's.
-_PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft", "diffusers")
 _TASKS: dict[Purpose, str] = {
     "generates text": "text-generation",
     "scores sequences": "text-classification",
@@ -88,7 +87,7 @@ def model_card(config: JobConfig, summary: Summary, kind: str, lines: Sequence[L
         pipeline_tag="text-to-image" if shown else _TASKS[config.train.facts.purpose],
         tags=tags,
     )
-    base = name or ("random weights" if path is None else model_name(path))
+    base = "random weights" if path is None else base_in_words(path)
     how = "all weights" if adapter is None else f"{adapter.method} of rank {adapter.rank}"
     if adapter is not None and adapter.experts_full:
         how = f"{how} and " if adapter.targets else ""
@@ -118,24 +117,8 @@ def model_card(config: JobConfig, summary: Summary, kind: str, lines: Sequence[L
             f"{loss:.3f} at {step}" for step, loss in summary.held_out_losses
         ),
         "time": clock_of(numbers["time"]["steps_s"]),
-        "hardware": _hardware(),
-        "versions": ", ".join(f"{name} {release}" for name, release in versions().items()),
     }
-    table = "".join(f"| {row} | {said} |\n" for row, said in rows.items() if said)
-    return f"---\n{data.to_yaml()}\n---\n\n# {base}: {how}\n\n| | |\n| --- | --- |\n{table}"
-
-
-def versions() -> dict[str, str]:
-    """Returns the installed releases of the packages that compute a run."""
-    return {name: release for name in _PACKAGES if (release := installed(name))}
-
-
-def _hardware() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    return f"{os.cpu_count()} processors, no GPU"
+    return card_of(data, f"# {base}: {how}\n\n", rows)
 
 
 def notify(

@@ -22,6 +22,7 @@ from infinity.config import JobConfig
 from infinity.config.machine import host_memory
 from infinity.config.paths import is_adapter
 from infinity.errors import CapacityError, ConfigError
+from infinity.integrations.card import versions
 from infinity.integrations.evaluation import MOST_BATCHES
 from infinity.integrations.rollouts import AdapterReward
 from infinity.integrations.sampler import ServerSampler
@@ -33,7 +34,6 @@ from infinity.tools.training.adapter import adapter_nbytes
 from infinity.tools.training.base_identity import identify, sha256_of
 from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.embedding import digest_of, token_ids
-from infinity.tools.training.ending import versions
 from infinity.tools.training.images import most_nbytes
 from infinity.tools.training.job_data import (
     JobData,
