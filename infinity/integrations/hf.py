@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.optim.lr_scheduler import ConstantLR
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
@@ -492,6 +493,7 @@ def prepare_parts(
         for scheduler in parts:
             if getattr(scheduler, "optimizer", None) is theirs:
                 scheduler.optimizer = mine
+                ConstantLR(mine, factor=1.0)  # `mine` notes its steps, which the scheduler checks.
     left = [part for part in parts if id(part) not in made]
     found = plain_prepare(*left, **options) if left else ()
     rest = iter((found,) if len(left) == 1 else found)
@@ -525,11 +527,15 @@ def optimizer_like(
         return theirs
     check_rule(theirs)
     kept = ("lr", "initial_lr", "betas", "eps", "weight_decay")
-    groups = [
-        {"params": [parameters[names[id(p)]] for p in group["params"] if p.requires_grad]}
-        | {key: group[key] for key in kept if key in group}
-        for group in theirs.param_groups
-    ]
+    try:
+        groups = [
+            {"params": [parameters[names[id(p)]] for p in group["params"] if p.requires_grad]}
+            | {key: group[key] for key in kept if key in group}
+            for group in theirs.param_groups
+        ]
+    except KeyError:
+        text = "the optimizer has parameters of another model, too; make one for each model"
+        raise ConfigError(text) from None
     made: OffloadedOptimizer = getattr(infinity, type(theirs).__name__)(groups, **options)
     return made
 

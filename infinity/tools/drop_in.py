@@ -101,7 +101,7 @@ class DropIn:
         plain_post_init: Any = TrainingArguments.__post_init__
 
         def load(cls: Any, path: Any = None, *args: Any, **options: Any) -> Any:
-            is_foreign = path is None or bool(args) or options.get("gguf_file")
+            is_foreign = path is None or args or {"gguf_file", "subfolder"} & options.keys()
             directory = None if is_foreign else _directory_of(path, options)
             if directory is None:
                 return plain_load(cls, path, *args, **options)
@@ -200,8 +200,10 @@ class DropIn:
         return True
 
     def _offload_waiting(self, model: nn.Module) -> bool:
-        """Offloads a model that was built without memory. Returns whether it is one."""
-        if self._directory_in(model) is None or is_offloaded(model):
+        """Offloads a model that was built without memory, or is one of diffusers. Returns whether
+        it is one."""
+        is_waiting = self._directory_in(model) is not None or _is_of_diffusers(model)
+        if not is_waiting or is_offloaded(model):
             return False
         self._offload(model)
         return True
@@ -325,6 +327,12 @@ def _in_place_of_deepspeed() -> Iterator[None]:
         for name in ours:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+def _is_of_diffusers(model: nn.Module) -> bool:
+    """Whether it is a transformer or UNet of diffusers, whose scripts prepare what they train."""
+    library: Any = sys.modules.get("diffusers")
+    return library is not None and isinstance(model, library.ModelMixin)
 
 
 def _small_values(model: nn.Module, directory: Path) -> FirstValues:

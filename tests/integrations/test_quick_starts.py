@@ -120,6 +120,64 @@ trainer = SentenceTransformerTrainer(
 )
 trainer.train()
 """
+# In the order of diffusers' scripts for LoRA, such as train_dreambooth_lora_flux.py: the encoder is
+# in memory, and what is trained is prepared.
+DIFFUSERS = """
+import torch
+from accelerate import Accelerator
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from diffusers.optimization import get_scheduler
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from transformers import CLIPTextModel
+
+torch.manual_seed(0)
+accelerator = Accelerator(gradient_accumulation_steps=2)
+text_encoder = CLIPTextModel.from_pretrained("flux", subfolder="text_encoder")
+transformer = FluxTransformer2DModel.from_pretrained("flux", subfolder="transformer")
+transformer.requires_grad_(False)
+text_encoder.requires_grad_(False)
+transformer.to(accelerator.device, dtype=torch.float32)
+transformer.enable_gradient_checkpointing()
+layers = ["attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"]
+transformer.add_adapter(LoraConfig(r=4, init_lora_weights="gaussian", target_modules=layers))
+lora_parameters = list(filter(lambda p: p.requires_grad, transformer.parameters()))
+optimizer = torch.optim.AdamW([{"params": lora_parameters, "lr": 1e-2}], fused=True)
+latents = torch.utils.data.DataLoader(torch.randn(4, 2, 8, 8), batch_size=2)
+lr_scheduler = get_scheduler("constant_with_warmup", optimizer=optimizer, num_warmup_steps=1)
+transformer, optimizer, latents, lr_scheduler = accelerator.prepare(
+    transformer, optimizer, latents, lr_scheduler
+)
+losses = []
+with torch.no_grad():
+    prompt, pooled = text_encoder(torch.arange(8).view(2, 4), return_dict=False)
+for model_input in [*latents] * 2:
+    with accelerator.accumulate(transformer):
+        noise, sigmas = torch.randn_like(model_input), torch.rand(2, 1, 1, 1)
+        model_pred = transformer(
+            hidden_states=FluxPipeline._pack_latents(
+                (1.0 - sigmas) * model_input + sigmas * noise, 2, 2, 8, 8
+            ),
+            timestep=sigmas.flatten(),
+            guidance=torch.ones(2),
+            pooled_projections=pooled,
+            encoder_hidden_states=prompt,
+            txt_ids=torch.zeros(4, 3),
+            img_ids=FluxPipeline._prepare_latent_image_ids(2, 4, 4, "cpu", torch.float32),
+            return_dict=False,
+        )[0]
+        target = FluxPipeline._pack_latents(noise - model_input, 2, 2, 8, 8)
+        loss = torch.mean((model_pred - target) ** 2)
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(lora_parameters, 0.01)
+        optimizer.step()
+        lr_scheduler.step()
+        optimizer.zero_grad()
+    losses.append(loss.item())
+model = accelerator.unwrap_model(transformer).to(torch.float32)
+FluxPipeline.save_lora_weights("lora", get_peft_model_state_dict(model))
+"""
 # (the quick start, its changed lines, whether `infinity run` runs it). An import that is added is
 # the first changed line.
 QUICK_STARTS: dict[str, tuple[str, dict[str, str], bool]] = {
@@ -147,12 +205,21 @@ QUICK_STARTS: dict[str, tuple[str, dict[str, str], bool]] = {
         'model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)':
             'model = infinity.from_pretrained("model", dtype=torch.float32)',
     }, False),
+    "diffusers": (DIFFUSERS, {
+        "import torch": "import torch; import infinity.integrations.hf",
+        "accelerator = Accelerator(gradient_accumulation_steps=2)": "accelerator = infinity."
+            "integrations.hf.prepare_accelerator(Accelerator(gradient_accumulation_steps=2))",
+        "lora_parameters = list(filter(lambda p: p.requires_grad, transformer.parameters()))":
+            "infinity.offload(transformer, {}); "
+            "lora_parameters = list(filter(lambda p: p.requires_grad, transformer.parameters()))",
+    }, False),
     "sft as it is": (SFT, {}, True),
     "dpo as it is": (DPO, {}, True),
     "trainer as it is": (TRAINER, {}, True),
     "embedding as it is": (EMBEDDING, {}, True),
     "deepspeed as it is": (DEEPSPEED, {}, True),
     "accelerate as it is": (ACCELERATE, {}, True),
+    "diffusers as it is": (DIFFUSERS, {}, True),
 }  # fmt: skip
 
 
@@ -188,7 +255,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", QUICK_STARTS)
+@pytest.mark.parametrize("name", [name for name in QUICK_STARTS if "diffusers" not in name])
 def test_a_quick_start_runs_with_at_most_three_changed_lines(
     name: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,17 +293,26 @@ def test_a_quick_start_runs_with_at_most_three_changed_lines(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["accelerate", "accelerate as it is"])
+@pytest.mark.filterwarnings("error:.*optimizer.step")
+@pytest.mark.parametrize("way", ["", " as it is"])
+@pytest.mark.parametrize("name", ["accelerate", "diffusers"])
 def test_a_loop_of_accelerate_has_the_bits_of_the_loop_in_memory(
-    name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, way: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, changes, is_run = QUICK_STARTS[name]
+    if name == "diffusers":
+        pytest.importorskip("diffusers", reason="pip install diffusers")
+        from tests.support.models import pipelines
+
+        pipelines.flux(workplace / "flux")
+    program, changes, is_run = QUICK_STARTS[name + way]
+    lines = program.splitlines()
+    assert len(changes) <= MOST_CHANGED and changes.keys() <= {*lines}
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     file = workplace / "loop.py"
     file.write_text(program)
     plain = runpy.run_path(str(file))
-    file.write_text("\n".join(changes.get(line, line) for line in program.splitlines()))
+    file.write_text("\n".join(changes.get(line, line) for line in lines))
     with DropIn().installed() if is_run else nullcontext():
         mine = runpy.run_path(str(file))
     assert mine["losses"] == plain["losses"] and len(set(plain["losses"])) == 4

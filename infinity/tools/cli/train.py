@@ -215,11 +215,11 @@ def run(
     sys.path.insert(0, str(script.resolve().parent))
     with drop_in.installed():
         runpy.run_path(str(script), run_name="__main__")
-    if not drop_in.offloaded:  # A model of diffusers in a loop of accelerate, for example.
+    if not drop_in.offloaded:
         logging.getLogger("infinity").warning(
             "%s: `infinity run` has offloaded no model. It takes those of transformers' "
-            "from_pretrained, in a Trainer or accelerator.prepare; any other needs "
-            "infinity.offload(model, config) in the program",
+            "from_pretrained, in a Trainer or accelerator.prepare, and of diffusers in the latter; "
+            "any other needs infinity.offload(model, config) in the program",
             script.name,
         )
     if as_json:
