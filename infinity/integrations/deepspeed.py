@@ -227,7 +227,8 @@ class DeepSpeedEngine(nn.Module):
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> bool:
         """Writes the weights as safetensors that `from_pretrained` reads, in their own dtype."""
-        export_safetensors(self.module, save_dir)
+        if self.global_rank == 0:  # All ranks call it.
+            export_safetensors(self.module, save_dir)
         return True
 
     def destroy(self) -> None:

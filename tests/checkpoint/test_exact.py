@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy
 import pytest
 import torch
 from safetensors import safe_open
@@ -224,8 +225,6 @@ def test_gradients_that_a_call_has_clipped_are_not_clipped_again_after_a_load(tm
 def _seed(number):
     import random
 
-    import numpy
-
     torch.manual_seed(number)
     random.seed(number)
     numpy.random.seed(number)
@@ -331,6 +330,27 @@ def test_buffers_of_any_form_come_back_and_another_dtype_is_refused(tmp_path):
         assert torch.equal(each.model.wide, wide) and torch.equal(each.model.turned, turned)
         each.model.wide = each.model.wide.double()
         with pytest.raises(ConfigError, match="float32, the model has .*float64"):
+            each.load(path)
+        each.model.register_buffer("edges", torch.eye(3).to_sparse())
+        with pytest.raises(UnsupportedError, match="'edges' has the layout torch.sparse_coo"):
+            each.save(tmp_path / "others")
+        assert not (tmp_path / "others").exists()
+
+
+@pytest.mark.parametrize("kind", ["SFC64", "Philox", "PCG64"])
+def test_another_generator_of_numpy_comes_back(tmp_path, kind):
+    own = vars(numpy.random)["get_bit_generator"]()
+    with run("fp32", tmp_path / "swap") as each:
+        try:
+            numpy.random.set_bit_generator(getattr(numpy.random, kind)(1))
+            path = each.save(tmp_path / "checkpoints")
+            drawn = numpy.random.normal(size=3), numpy.random.random(3)
+            each.load(path)
+            again = numpy.random.normal(size=3), numpy.random.random(3)
+            assert all(map(numpy.array_equal, drawn, again))
+        finally:
+            numpy.random.set_bit_generator(own)
+        with pytest.raises(ConfigError, match=f"saved with {kind} as the generator of NumPy"):
             each.load(path)
 
 

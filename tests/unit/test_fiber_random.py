@@ -169,7 +169,6 @@ def test_the_state_of_numpy_is_what_numpy_says_after_any_draws(steps: list[str])
         assert is_alike(generators.state()[1], numpy.random.get_state())
 
 
-@pytest.mark.filterwarnings("ignore:get_state and legacy")
 def test_a_program_may_give_numpy_another_generator() -> None:
     before = vars(numpy.random)["get_bit_generator"]()
     numpy.random.set_bit_generator(numpy.random.PCG64(1))

@@ -334,6 +334,13 @@ def test_export_replaces_an_earlier_one_and_nothing_else(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
+    def read(name: str) -> torch.Tensor:
+        with pytest.raises(ConfigError, match="another export is being written there"):
+            export_safetensors(make_model("llama"), tmp_path)
+        return model.get_parameter(name)
+
+    export_safetensors(model, tmp_path, read=read)
+
 
 @pytest.mark.parametrize("max_shard_nbytes", [5_000, 1 << 30])
 def test_an_export_that_ends_between_texts_and_weights_leaves_no_mixture(

@@ -39,6 +39,7 @@ from infinity.checkpoint.huggingface.safetensors_file import (
 )
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, OF_DIFFUSERS, SINGLE_NAME
 from infinity.checkpoint.reader import CheckpointSource, Kind, StateInfo
+from infinity.checkpoint.run.directory import locked
 from infinity.errors import ConfigError, InfinityError, reporting
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of, parameters_of
@@ -70,21 +71,23 @@ def export_safetensors(
         from the engine of the model, or from the model itself if it has no engine
 
     Replaces the files of an earlier export, and leaves other files of the directory as they are.
-    Raises ConfigError for a PEFT model and for a bad `max_shard_nbytes`, StorageError for too
-    little space before anything is written, and for a write that fails.
+    Raises ConfigError for a PEFT model, for a bad `max_shard_nbytes` and where another export is
+    being written; StorageError for too little space before anything is written, and for a write
+    that fails.
     """
     directory, read = Path(directory), read or _reader(model, master=master)
     engine = _engine_of(model)
     with contextlib.nullcontext() if engine is None else engine.alone():  # Files are of one step.
         plan = plan_export(model, max_shard_nbytes=max_shard_nbytes, master=master)
-        _write(model, directory, plan, tokenizer, read, master=master)
+        make_directory(directory)
+        with locked(directory, "another export is being written there", is_needed=False):
+            _write(model, directory, plan, tokenizer, read, master=master)
     return [directory / shard for shard in plan.shards]
 
 
 def _write(
     model: nn.Module, directory: Path, plan: ExportPlan, tokenizer: Any, read: Read, *, master: bool
 ) -> None:
-    make_directory(directory)
     check_space(directory, plan.nbytes)
     fetch, tiles_of = _fetcher(model, read), _tiles_of(model)
     writers: dict[str, SafetensorsWriter] = {}

@@ -47,6 +47,7 @@ from infinity.checkpoint.run.format import (
 )
 from infinity.checkpoint.run.references import SHARDS_NAME, reference_to_bytes
 from infinity.engine.state_access import Part, StateAccess
+from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
 from infinity.state.moments_8bit import runs_within
@@ -513,8 +514,16 @@ def _write_state_kind(
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns every buffer once, also those outside of state_dict(): a forward may change them."""
-    return {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
+    """Returns every buffer once, also those outside of state_dict(): a forward may change them.
+    Raises UnsupportedError for one that is sparse."""
+    found = {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
+    for name, buffer in found.items():
+        if buffer.layout is not torch.strided:
+            raise UnsupportedError(
+                f"the buffer {name!r} has the layout {buffer.layout}, which checkpoints cannot "
+                "hold; register its indices and values, and build it of them in the forward"
+            )
+    return found
 
 
 def put_buffer(buffer: torch.Tensor, values: torch.Tensor) -> None:

@@ -299,10 +299,11 @@ def read_content(path: Path) -> bytes:
 
 
 @contextmanager
-def locked(directory: Path, busy: str = _BUSY) -> Iterator[None]:
+def locked(directory: Path, busy: str = _BUSY, *, is_needed: bool = True) -> Iterator[None]:
     """Holds the lock of the directory during the block; the kernel drops it with the process.
 
-    Raises ConfigError, which `busy` completes, if another process holds it, StorageError.
+    Raises ConfigError, which `busy` completes, if another process holds it, StorageError where file
+    systems have no locks, unless the lock is not `is_needed`.
     """
     with reporting("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -312,7 +313,9 @@ def locked(directory: Path, busy: str = _BUSY) -> Iterator[None]:
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
                 raise ConfigError(f"{directory}: {busy}") from None
-            raise StorageError(error.errno or 0, operation="lock", path=str(directory)) from None
+            if is_needed:
+                code = error.errno or 0
+                raise StorageError(code, operation="lock", path=str(directory)) from None
         yield
     finally:
         with contextlib.suppress(OSError):

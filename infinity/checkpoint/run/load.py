@@ -50,6 +50,7 @@ from infinity.engine.engine import Engine
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, InfinityError, corrupt, listed
+from infinity.modules.accumulate.fiber import state_of_numpy
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.optimizers.offloaded import OffloadedOptimizer
 from infinity.sizes import MIB
@@ -186,6 +187,9 @@ def _check_program(
         raise ConfigError(
             f"{path} has the extra state of other modules than the model: {listed(sorted(others))}"
         )
+    if program["random"] is not None:
+        with believing(path, "the state of the generators"):
+            _check_numpy(program["random"]["numpy"], path)
     if optimizer is not None:
         with believing(path, "the optimizer's state"):
             saved, own = program["optimizer"], optimizer.named_state()
@@ -450,11 +454,9 @@ def check_kinds(saved: Any, own: Any, what: str) -> None:
         is_same = isinstance(saved, (list, tuple))
         for index, (inner, like) in enumerate(zip(saved, own, strict=False) if is_same else ()):
             check_kinds(inner, like, f"{what}[{index}]")
-    elif isinstance(own, torch.Tensor):
-        is_same = isinstance(saved, torch.Tensor)
     elif isinstance(own, (bool, str)):
         is_same = isinstance(saved, type(own))
-    elif isinstance(own, (int, float)):
+    elif isinstance(own, (int, float, torch.Tensor)):  # A learning rate is either.
         is_same = isinstance(saved, (int, float, torch.Tensor)) and not isinstance(saved, bool)
     else:
         is_same = True
@@ -506,23 +508,54 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 def random_state() -> dict[str, Any]:
     """Returns the state of all default generators as numbers and tensors."""
     version, internal, gauss = random.getstate()
-    legacy: Any = numpy.random.get_state(legacy=True)
-    kind, keys, position, has_gauss, cached = legacy
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "python": [version, list(internal), gauss],
-        "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
+        "numpy": _numpy_state(),
         "torch": torch.get_rng_state(),
         "cuda": list(cuda),
     }
+
+
+def _numpy_state() -> Any:
+    """Returns a list, for another generator than NumPy's own a dict whose arrays are of uint64."""
+    found = state_of_numpy()
+    if isinstance(found, dict):
+        return _mapped(found, numpy.ndarray, lambda array: torch.from_numpy(array.view("int64")))
+    kind, keys, *rest = found
+    return [kind, torch.from_numpy(keys.astype("int64")), *rest]
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(inner, kind, change) for key, inner in value.items()}
+    return change(value) if isinstance(value, kind) else value
+
+
+def _check_numpy(saved: Any, path: Path) -> None:
+    """Raises ConfigError where NumPy has another default generator than it had."""
+    was, own = (
+        s["bit_generator"] if isinstance(s, dict) else s[0] for s in (saved, _numpy_state())
+    )
+    if was != own:
+        raise ConfigError(
+            f"{path} was saved with {was} as the generator of NumPy, and it has {own} now; call "
+            f"numpy.random.set_bit_generator(numpy.random.{was}()) before"
+        )
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Restores the default generators, except those of devices that this machine does not have."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    if isinstance(state["numpy"], dict):
+        numpy.random.set_state(
+            _mapped(state["numpy"], torch.Tensor, lambda values: values.numpy().view("uint64"))
+        )
+    else:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        keys = keys.numpy().astype("uint32")
+        numpy.random.set_state((kind, keys, position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):

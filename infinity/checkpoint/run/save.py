@@ -21,7 +21,7 @@ from torch import nn
 
 from infinity import __version__
 from infinity.checkpoint.durable import check_space, partial_of, sync_directory
-from infinity.checkpoint.run.contents import Contents, contents_of, write_contents
+from infinity.checkpoint.run.contents import Contents, buffers_of, contents_of, write_contents
 from infinity.checkpoint.run.copy import Saving, copy_checkpoint
 from infinity.checkpoint.run.directory import (
     checkpoint_name,
@@ -262,6 +262,7 @@ class _Program:
         all_state: bool = True,
     ) -> _Program:
         chosen = chosen_units(optimizer, all_state=all_state)
+        buffers_of(model)  # Refuses what no checkpoint can hold.
         named = optimizer.named_state() if optimizer is not None else None
         if step is None:
             if named is None:

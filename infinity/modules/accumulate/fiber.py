@@ -250,7 +250,7 @@ class _OfNumpy:
         self._generator = _generator_of_numpy()
         self._address = self._generator.ctypes.state_address
         self._known: tuple[bytes, Any] = b"", None  # The words and the state, as last read or set.
-        words = _words_of(numpy.random.get_state())
+        words = _words_of(state_of_numpy())
         self._is_copied = words != b"" and _words_at(self._address) == words
 
     def _is_known(self) -> bool:
@@ -261,7 +261,7 @@ class _OfNumpy:
 
     def state(self) -> Any:
         if not self._is_known():
-            state: Any = numpy.random.get_state()
+            state = state_of_numpy()
             self._known = _words_of(state), state
         return self._known[1]
 
@@ -274,6 +274,16 @@ class _OfNumpy:
         self._known = words, state
 
 
+def state_of_numpy() -> Any:
+    """Returns what `numpy.random.get_state()` does, without its warning about another generator
+    (`numpy.random.set_bit_generator`), whose state is a dict."""
+    found: Any = numpy.random.get_state(legacy=False)
+    if found["bit_generator"] != "MT19937":
+        return found
+    inner = found["state"]
+    return "MT19937", inner["key"], inner["pos"], found["has_gauss"], found["gauss"]
+
+
 # NumPy's stubs lack it.
 _generator_of_numpy: Callable[[], Any] = vars(numpy.random)["get_bit_generator"]
 
@@ -284,7 +294,7 @@ def _words_at(address: int) -> bytes:
 
 def _words_of(state: Any) -> bytes:
     """Returns what `struct mt19937_state` of NumPy holds: the key and the place in it. Empty for
-    another generator (`numpy.random.set_bit_generator`), whose state is a dict."""
+    another generator."""
     if isinstance(state, dict):
         return b""
     key: bytes = state[1].tobytes()

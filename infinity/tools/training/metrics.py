@@ -70,11 +70,13 @@ def digests_of_rows(batch: Mapping[str, Any]) -> list[str]:
 
 def digest_of_random() -> str:
     """Returns a digest of the states of the default generators, without waiting for a device."""
-    import numpy
     import torch
 
+    from infinity.modules.accumulate.fiber import state_of_numpy
+
     _, internal, gauss = random.getstate()
-    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    found = state_of_numpy()
+    kind, keys, *rest = found if isinstance(found, tuple) else (found, b"")
     parts = [array.array("I", internal), repr((gauss, kind, rest)).encode(), keys]
     parts.append(torch.get_rng_state().numpy())
     if torch.cuda.is_initialized():
