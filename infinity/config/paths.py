@@ -4,8 +4,10 @@ seconds. What reads the files later raises the same errors."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+from infinity.bounded import MalformedError, read_json, table_of
 from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.config.schema import changed
 from infinity.config.schema.inputs import DataSource
@@ -50,7 +52,22 @@ def refuse_absent_model(path: Path) -> None:
             f"{download_remedy(path)}"
         )
     if not (path / "config.json").is_file():
+        refuse_adapter(path)
         raise ConfigError(f"model.path: {path} has no config.json; expected a Hugging Face model")
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raises ConfigError for the directory of an adapter in place of a model."""
+    file = path / ADAPTER_NAMES[0]
+    if not file.is_file():
+        return
+    base = None
+    with suppress(OSError, MalformedError):
+        base = table_of(read_json(file), "it").get("base_model_name_or_path")
+    raise ConfigError(
+        f"{path} is an adapter, and no model: give its base{f' {base}' if base else ''}, and this "
+        "directory as adapter.resume (infinity score: --adapter)"
+    )
 
 
 def refuse_absent_data(sources: Iterable[DataSource]) -> None:

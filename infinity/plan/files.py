@@ -39,6 +39,9 @@ def refuse_no_model(directory: Path) -> None:
     """Raises ConfigError for a directory without config.json."""
     file = directory / "config.json"
     if not file.is_file():
+        from infinity.config.paths import refuse_adapter  # `infinity.config` is slow to import.
+
+        refuse_adapter(directory)
         raise ConfigError(
             f"{file}: No such file or directory; expected the directory of a downloaded model"
             + shapes_remedy(str(directory))
@@ -51,7 +54,7 @@ def shapes_remedy(hub_name: str) -> str:
 
     A name that continues a shipped model's (`-Instruct`, `-0324`) has the shapes of that model.
     """
-    from infinity.config.hub import download_remedy  # `infinity.config` is slow to import.
+    from infinity.config.hub import download_remedy
 
     download = download_remedy(hub_name)
     found = _shapes_of_hub(hub_name.casefold()) if download else None

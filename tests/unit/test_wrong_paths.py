@@ -13,6 +13,8 @@ _COMMANDS = {
         "/nowhere is no checkpoint",
     "train swap.toml --set model.path={tmp} --set data.paths.0={tmp} --set adapter.resume=/no":
         "the saved adapter /no has no adapter_config.json",
+    "train swap.toml --set model.path={tmp}/ad": "/ad is an adapter, and no model: give its base b",
+    "new {tmp}/ad": "/ad is an adapter, and no model: give its base b, and this directory as",
     "plan nowhere.toml": "nowhere.toml: cannot be read",
     "plan swap.toml": "model.path: /nowhere/base is no directory",
     "plan --model /nowhere/base": "'/nowhere/base' is neither a .toml file nor one of",
@@ -52,6 +54,8 @@ directory = "out"
 
 def test_commands_refuse_wrong_paths_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "ad").mkdir()
+    (tmp_path / "ad" / "adapter_config.json").write_text('{"base_model_name_or_path": "b"}')
     (tmp_path / "swap.toml").write_text(_FILE)
     lines = [line.format(tmp=tmp_path) for line in _COMMANDS]
     found, printed = imported_by(
