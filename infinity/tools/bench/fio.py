@@ -31,9 +31,7 @@ def version() -> str | None:
     """Returns the version that fio reports; None without fio."""
     if not is_installed():
         return None
-    return subprocess.run(
-        ["fio", "--version"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    return subprocess.run(["fio", "--version"], stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def command(

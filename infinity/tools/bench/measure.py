@@ -3,7 +3,6 @@ the lab, which has what all sections share."""
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,18 +88,12 @@ class Comparison:
 def clock(transfer: Callable[[], object]) -> tuple[float, float]:
     """Wall seconds, and CPU seconds of all threads of this process, that `transfer` takes.
 
-    The kernel's threads for a ring are counted, interrupts are not. getrusage(2).
+    The kernel's threads for a ring are counted, interrupts are not.
     """
-    cpu_s = -_process_cpu_s()
-    start_s = time.perf_counter()
+    cpu_s, start_s = time.process_time(), time.perf_counter()
     transfer()
     seconds = time.perf_counter() - start_s
-    return seconds, cpu_s + _process_cpu_s()
-
-
-def _process_cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    return seconds, time.process_time() - cpu_s
 
 
 def run_rounds(

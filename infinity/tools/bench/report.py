@@ -182,7 +182,8 @@ def _add(
     ok: Text | str = "",
 ) -> None:
     shares = ("", "") if share is None else (f"{share.median:.2f}", _spread(share))
-    median, cpu = f"{of.gb_per_s.median:.2f}", _cpu(of.cpu_s_per_gb)
+    median = f"{of.gb_per_s.median:.2f}"
+    cpu = "-" if of.cpu_s_per_gb is None else f"{of.cpu_s_per_gb:.4f}"
     table.add_row(title, median, _spread(of.gb_per_s), *shares, cpu, ok)
 
 
@@ -240,10 +241,6 @@ def _latencies(latency_s: Mapping[float, float]) -> list[str]:
 
 def _spread(of: SampleSummary) -> str:
     return f"{of.low:.2f} - {of.high:.2f}"
-
-
-def _cpu(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def _range(values: Sequence[float]) -> str:

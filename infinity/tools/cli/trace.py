@@ -12,7 +12,7 @@ import typer
 from infinity.errors import ConfigError
 from infinity.observe import chrome
 from infinity.observe.step_summary import Stall, StepSummary, summarize
-from infinity.sizes import format_nbytes
+from infinity.sizes import counted, format_nbytes
 from infinity.tools.cli.options import arg, opt, reply
 from infinity.tools.pictures.steps import choose, picture_of
 from infinity.tools.pictures.timeline import milliseconds, paint, write_page
@@ -67,11 +67,10 @@ def view(
 
 def title_of(name: str, steps: Sequence[StepSummary]) -> str:
     """Returns the finding of a whole trace: how long its steps are, and what bounds them."""
-    count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
     least, most = (milliseconds(pick(step.length_s for step in steps)) for pick in (min, max))
     lengths = least if least == most else f"{least} to {most}"
     bounds = sorted({step.bound.name for step in steps if step.bound is not None})
-    return ", ".join((f"{name}: {count} of {lengths}", *bounds))
+    return ", ".join((f"{name}: {counted(len(steps), 'steps')} of {lengths}", *bounds))
 
 
 def lines_of(step: StepSummary) -> list[str]:

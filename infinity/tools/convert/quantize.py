@@ -45,59 +45,37 @@ _KEPT = re.compile(r"(^|\.)(lm_head|score|embed\w*|\w*embed(ding)?s?|wte|wpe)$")
 
 def _fp8_table(kept: list[str]) -> dict[str, Any]:
     return {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": kept,
-    }
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+        "weight_block_size": [128, 128], "modules_to_not_convert": kept,
+    }  # fmt: skip
 
 
 def _int4_table(kept: list[str]) -> dict[str, Any]:
     weights: dict[str, Any] = {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": 32,
-        "num_bits": 4,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "strategy": "group",
-        "symmetric": True,
-        "type": "int",
-    }
+        "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32,
+        "num_bits": 4, "observer": "minmax", "observer_kwargs": {}, "strategy": "group",
+        "symmetric": True, "type": "int",
+    }  # fmt: skip
     group = {
-        "input_activations": None,
-        "output_activations": None,
-        "targets": ["Linear"],
+        "input_activations": None, "output_activations": None, "targets": ["Linear"],
         "weights": weights,
-    }
+    }  # fmt: skip
     return {
-        "config_groups": {"group_0": group},
-        "format": "pack-quantized",
-        "ignore": kept,
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group}, "format": "pack-quantized", "ignore": kept,
+        "kv_cache_scheme": None, "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-    }
+    }  # fmt: skip
 
 
 def _nf4_table(kept: list[str]) -> dict[str, Any]:
     return {
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
-        "bnb_4bit_compute_dtype": "bfloat16",
-        "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": kept,
-        "llm_int8_threshold": 6.0,
-        "load_in_4bit": True,
-        "load_in_8bit": False,
+        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True, "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": kept,
+        "llm_int8_threshold": 6.0, "load_in_4bit": True, "load_in_8bit": False,
         "quant_method": "bitsandbytes",
-    }
+    }  # fmt: skip
 
 
 # How a format is published: its codec by the dtype of the weight, and its table in config.json by
