@@ -89,7 +89,9 @@ def save(
     keep: the number of newest checkpoints that stay in the directory, with this one; None keeps all
     linked: False copies all state to safetensors files, which can be moved to another file system
     all_state: False keeps the state of the optimizer's parameters alone, without links: that of one
-        adapter of `infinity.together`. `load(..., all_state=False)` leaves the others as they are
+        adapter of `infinity.together`. `load(..., all_state=False)` leaves those of others as they
+        are. Buffers, extra state of modules and generators are kept whole, because a run of this
+        adapter alone goes on with them
 
     State on NVMe is linked instead of copied if `[checkpoint]` of the configuration keeps spare
     generations, one is left, and the directory is on the file system of the swap directories.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.tools.cli.options import (
     arg,
     flag,
@@ -174,7 +174,5 @@ def score(
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:
-    try:
+    with refusing(f"--layers {text}: expected numbers such as 4,8", ValueError):
         return tuple(int(number) for number in text.split(",")) if text else ()
-    except ValueError:
-        raise ConfigError(f"--layers {text}: expected numbers such as 4,8") from None

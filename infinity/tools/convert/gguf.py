@@ -41,18 +41,20 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _MERGED_LAST = "up"  # The second half of `gate_up_proj`, as transformers merges them.
 
 
+def gguf_package() -> Any:
+    """Returns the gguf package. Raises ConfigError without it."""
+    with refusing("GGUF files need pip install 'infinity-offload[gguf]'", ImportError):
+        import gguf
+    return gguf
+
+
 class GgufSource:
     """The files of one model, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file of a split that is not there, and without the gguf package;
         CorruptionError for a file that it cannot read."""
-        try:
-            from gguf import GGUFReader
-        except ImportError:
-            raise ConfigError(
-                "GGUF files are read by the gguf package: pip install 'infinity-offload[gguf]'"
-            ) from None
+        reader_of = gguf_package().GGUFReader
         self.path = path
         self.files = _files_of(path)
         # Of each file gguf's own: `data` is mapped, rows of numbers or of bytes of blocks.
@@ -60,7 +62,7 @@ class GgufSource:
         self.architecture = ""
         for file in self.files:
             try:
-                reader: Any = GGUFReader(file)
+                reader: Any = reader_of(file)
                 if not self.architecture:
                     self.architecture = str(reader.fields["general.architecture"].contents())
             except (ValueError, KeyError, IndexError, OverflowError) as error:

@@ -29,6 +29,7 @@ from infinity.checkpoint.durable import new_directory, sync_file
 from infinity.config import JobConfig, SwapConfig
 from infinity.errors import ConfigError, UnsupportedError, listed, reporting
 from infinity.modules.reading.configuration import is_router
+from infinity.tools.convert.gguf import gguf_package
 from infinity.tools.convert.rewrite import check_target
 from infinity.tools.serving.sheet import (
     NUM_PROMPTS,
@@ -341,12 +342,7 @@ def _plan_gguf(
     refused: dict[str, list[str]],
 ) -> Callable[[Path], None]:
     """The layout of convert_lora_to_gguf.py: the experts of a layer stacked, names of gguf."""
-    try:
-        import gguf
-    except ImportError:
-        raise ConfigError(
-            "GGUF files are written by the gguf package: pip install 'infinity-offload[gguf]'"
-        ) from None
+    gguf = gguf_package()
     if config.model_type not in _ARCHITECTURES:
         raise UnsupportedError(
             f"an adapter of a {config.model_type} is not written as GGUF, because {loader.release} "

@@ -23,7 +23,7 @@ from infinity.api import close, gather, offload
 from infinity.bounded import MalformedError, read_json, table_of
 from infinity.checkpoint.durable import replace_file
 from infinity.checkpoint.huggingface.import_weights import WeightSource
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, refusing
 from infinity.integrations.card import versions
 from infinity.tools.logprobs import TokenScores, causal_of, check, score_sequence, together
 from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
@@ -82,7 +82,8 @@ class Sheet:
         )
         if not path.is_file():
             raise ConfigError(f"{path} is no file; {expectation}")
-        try:
+        what, kinds = f"{path} is no sheet of log-probabilities", (TypeError, KeyError)
+        with refusing(what, MalformedError, *kinds, remedy=f"; {expectation}"):
             table = table_of(read_json(path), "it")
             if table.pop("schema", None) != SCHEMA:
                 raise MalformedError(f"it has no schema {SCHEMA}")
@@ -93,9 +94,6 @@ class Sheet:
             for values in rows:
                 if [len(row) for row in values] != expected[: len(values)] or not values:
                     raise MalformedError("its numbers are not those of its prompts")
-        except (MalformedError, TypeError, KeyError) as error:
-            what = f"{path} is no sheet of log-probabilities: {error}"
-            raise ConfigError(f"{what}; {expectation}") from None
         return sheet
 
 

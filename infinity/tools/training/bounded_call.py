@@ -15,6 +15,7 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,11 +63,9 @@ def call_bounded(
                     raise ConfigError(content or _too_large(place_of(value), what))
                 yield content
     finally:
-        try:
+        with suppress(ProcessLookupError, ChildProcessError):  # `_exceeded` has waited for it.
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        except (ProcessLookupError, ChildProcessError):  # `_exceeded` has waited for it.
-            pass
 
 
 def _serve(

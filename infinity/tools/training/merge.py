@@ -246,11 +246,8 @@ def _refuse_variant(name: str, change: Change) -> None:
 
 # Variants of LoRA by PEFT's names: that change training only, and that have no merge.
 _ONLY_FACTORS = (
-    "MiCAEmbeddingVariant",
-    "MiCALinearVariant",
-    "MontecloraLinearVariant",
-    "VeloraLinearVariant",
-)
+    "MiCAEmbeddingVariant", "MiCALinearVariant", "MontecloraLinearVariant", "VeloraLinearVariant",
+)  # fmt: skip
 _UNMERGED = ("ALoraLinearVariant", "ArrowLinearVariant", "QALoraLinearVariant")
 
 

@@ -130,16 +130,12 @@ def rewards_of(options: Grpo, beside: AdapterReward | None) -> list[Any]:
     or the one `beside` the trained adapter. Raises ConfigError for one that is not there."""
     found: list[Any] = []
     sys.path.append(os.getcwd())  # Where `python -m` finds modules, too.
+    remedy = f"; expected module:function, of a module that Python finds from {os.getcwd()}"
     for name in options.rewards:
-        try:
+        with refusing(f"train.grpo.rewards: {name}", Exception, remedy=remedy):  # Of the module.
             found.append(pkgutil.resolve_name(name))
             if not callable(found[-1]):
                 raise TypeError(f"it is a {type(found[-1]).__name__}")
-        except Exception as error:  # The module may raise any.
-            raise ConfigError(
-                f"train.grpo.rewards: {name}: {error}; expected module:function, of a module that "
-                f"Python finds from {os.getcwd()}"
-            ) from error
     path = options.reward_model
     if beside is None and path is not None and not (path / "config.json").is_file():
         raise ConfigError(f"train.grpo.reward_model: expected a directory of a model; got {path}")

@@ -267,14 +267,11 @@ def _added(names: dict[str, Any], num_ranks: int, directory: Path) -> list[tuple
     """Returns the tokens behind the ranks with whether they are special, by their ids: those that
     have names, and what reserves the ids between them."""
     named: dict[int, tuple[str, bool]] = {}
-    try:
+    what = f"data.tokenizer: {directory / _NAMES} names no tokens (added_tokens_decoder)"
+    kinds = (KeyError, AttributeError, TypeError, ValueError)
+    with refusing(what, *kinds, remedy="; download it again"):
         for key, token in names["added_tokens_decoder"].items():
             named[int(key)] = str(token["content"]), bool(token.get("special", True))
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"data.tokenizer: {directory / _NAMES} names no tokens (added_tokens_decoder); "
-            "download it again"
-        ) from error
     if named and min(named) < num_ranks:
         raise ConfigError(
             f"data.tokenizer: {directory / _NAMES} has a name for token {min(named)}, and "
