@@ -8,15 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infinity.bounded import (
-    MalformedError,
-    field,
-    integer,
-    list_of,
-    parse_json,
-    table_of,
-    text_of,
-)
+from infinity.bounded import MalformedError, field, integer, list_of, parse_json, table_of, text_of
 from infinity.codecs.affine import AffineGroups
 from infinity.codecs.found import FoundTensors, Scheme, no_codec
 from infinity.codecs.part import Shape, StoredPart

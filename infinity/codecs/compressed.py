@@ -84,7 +84,7 @@ def compressed_scheme(quantization: Mapping[str, Any], where: str) -> Scheme:
             form = found[-1].format
         formats += [(target, form) for target in table.get("targets") or ["Linear"]]
     classes = [("*", form) for target, form in formats if target == "Linear"]
-    return Scheme(CompressedScheme(found), [*formats, *classes])
+    return Scheme(CompressedScheme(found), [*formats, *classes], is_exact=True)
 
 
 class CompressedScheme:

@@ -84,11 +84,7 @@ DECLARING_FILES: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def logical_tensors(
-    config: Mapping[str, Any],
-    headers: Headers,
-    *,
-    read: Callable[[str], bytes],
-    where: str,
+    config: Mapping[str, Any], headers: Headers, *, read: Callable[[str], bytes], where: str
 ) -> dict[str, LogicalTensor]:
     """Returns every logical tensor of a checkpoint by its name, quantised and plain ones.
 
@@ -146,7 +142,7 @@ _LEFT_OUT = (
     "ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers",
     "exclude_modules", "exclude",
 )  # fmt: skip
-_OUTSIDE: Mapping[str, Sequence[str]] = {"mlx": (), "compressed-tensors": ("embed_tokens",)}
+_OUTSIDE: Mapping[str, Sequence[str]] = {"mlx": (), "compressed-tensors": ("re:.*embed_tokens",)}
 
 
 def _is_list_of(kind: type) -> Callable[[Any], bool]:

@@ -198,10 +198,12 @@ class Scheme:
     find: adds all of one kind of checkpoint. Raises ConfigError as `logical_tensors`
     formats: patterns of modules, each with a format by its name in plans, "" for numbers. The first
         that fits counts. None at all where only the files say how large weights are
+    is_exact: a name is of one module, not of those inside it, too
     """
 
     find: Callable[[FoundTensors], None]
     formats: Sequence[tuple[str, str]] = ()
+    is_exact: bool = False
 
     def by_module(self) -> Callable[[Iterable[str]], str]:
         """Returns what gives the format of a module, by any of its names."""
@@ -219,7 +221,8 @@ class Scheme:
         def format_of(modules: Iterable[str]) -> str:
             known = {module: module.split(".") for module in modules}
             fits = [n for n, pattern in patterns if any(map(pattern.match, known))]
-            for parts in known.values():  # A name may be that of a module around it, or a part.
+            fits += [names[module] for module in known if module in names]
+            for parts in known.values() if not self.is_exact else ():
                 spans = itertools.combinations(range(len(parts) + 1), 2)
                 fits += [names[n] for a, b in spans if (n := ".".join(parts[a:b])) in names]
             return self.formats[min(fits)][1] if fits else ""
