@@ -123,6 +123,22 @@ def test_a_tensor_that_nobody_asked_for_is_refused_unless_it_is_named(tmp_path: 
         weight_source(tmp_path / "model").plan(LlamaForCausalLM(small()))
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_bias_that_the_class_has_not_is_left_out_if_it_is_zero(
+    value: float, tmp_path: Path
+) -> None:
+    """AutoGPTQ writes a bias of zeros for each layer."""
+    saved(tmp_path / "model")
+    bias = "model.layers.0.mlp.up_proj.bias"
+    change(tmp_path / "model", lambda t: t.update({bias: torch.full((32,), value)}))
+    source = weight_source(tmp_path / "model")
+    if value:
+        with pytest.raises(ConfigError, match=f"no place for: '{bias}'"):
+            source.plan(LlamaForCausalLM(small()))
+    else:
+        assert source.plan(LlamaForCausalLM(small())).unexpected == []
+
+
 def test_import_accepts_names_that_transformers_ignores(tmp_path: Path) -> None:
     """Tied weights stored twice, buffers that older versions saved, layers of a class's own list."""
     saved(tmp_path / "model")

@@ -71,7 +71,8 @@ class WeightSource(WeightTensors):
     def plan(
         self, model: nn.Module, *, strict: bool = True, ignore: Sequence[str] = ()
     ) -> ImportPlan:
-        """Plans every write. Reads no tensor, except to compare tied weights that are stored twice.
+        """Plans every write. Reads no tensor, except to compare tied weights that are stored twice,
+        and biases of a class without them.
 
         With `strict`, ConfigError is raised for a parameter that the checkpoint lacks, unless it is
         a head that the class of the checkpoint does not have; and for a tensor that the model has
@@ -96,13 +97,21 @@ class WeightSource(WeightTensors):
             if not is_expected_extra(view.model, name)
             and not view.computes(name)
             and not any(fnmatchcase(name, pattern) for pattern in ignore)
+            and not self._adds_nothing(name)
         ]
+        self.close()
         heads = [name for name in unexpected if _is_other_head(view.model, name, names)]
         if strict:
             _refuse_unexpected(self.path, view.model, [n for n in unexpected if n not in heads])
         return ImportPlan(
             source=self, view=view, groups=kept, missing=missing, unexpected=unexpected
         )
+
+    def _adds_nothing(self, name: str) -> bool:
+        """Whether a tensor is a bias of zeros, as AutoGPTQ writes for layers without one."""
+        own = self._encoded.get(name)
+        is_bias = own is not None and name.endswith(".bias") and len(own.shape) == 1
+        return is_bias and not self.read(name).any()
 
 
 def _match(
