@@ -19,9 +19,16 @@ from torch import nn
 
 from infinity.checkpoint.huggingface.import_weights import (
     ImportPlan,
+    refuse_other_names,
     weight_source,
 )
-from infinity.checkpoint.huggingface.weight_tensors import WeightTensors, has_weights, read_config
+from infinity.checkpoint.huggingface.weight_tensors import (
+    INDEX_NAME,
+    WeightTensors,
+    has_weights,
+    read_config,
+    read_index,
+)
 from infinity.codecs import Plain
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
 from infinity.config.extras import require_transformers
@@ -31,6 +38,7 @@ from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import config_of_directory
 from infinity.plan.files import refuse_no_model
 from infinity.plan.frozen_base import (
+    PLAIN,
     Matrices,
     PlannedPart,
     StoredModel,
@@ -93,7 +101,7 @@ def read_directory(
     )
     shape = shape_of_model(model, name, where)
     if not has_weights(directory):
-        stored = _not_downloaded(table, shape, model, where)
+        stored = _not_downloaded(directory, table, shape, model)
         formats = f"{stored.formats}; by config.json, not downloaded"
         return ModelDirectory(directory, shape, replace(stored, formats=formats), ())
     quantization = quantization_of(table, str(directory))
@@ -170,7 +178,10 @@ def _left_out(stored: StoredModel, shape: ModelShape) -> Iterator[str]:
 
 # Where checkpoints have their layers, and other names that weights of experts have in them.
 _LAYERS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
-_OUTSIDE = {"embedding": "model.embed_tokens", "head": "lm_head"}
+_OUTSIDE = {
+    "embedding": ("model.embed_tokens", "language_model.model.embed_tokens"),
+    "head": ("lm_head", "language_model.lm_head"),
+}
 _OF_EXPERTS = {
     "gate_up_proj": ("gate_up_proj", "gate_proj", "w1"),
     "down_proj": ("down_proj", "w2"),
@@ -178,15 +189,23 @@ _OF_EXPERTS = {
 
 
 def _not_downloaded(
-    table: Mapping[str, Any], shape: ModelShape, model: Any, where: str
+    directory: Path, table: Mapping[str, Any], shape: ModelShape, model: Any
 ) -> StoredModel:
     """Returns the bytes of each part in the format that config.json names for its modules.
 
-    Raises ConfigError for a quantisation that no codec knows, or that only files can count.
+    Raises ConfigError for a quantisation that no codec knows, or that only files can count, and for
+    an index of another class.
     """
+    where, index = str(directory / "config.json"), directory / INDEX_NAME
+    names, size = read_index(index) if index.is_file() else ({}, 0)
+    if names and not shape.scores:  # Of a run that was not told yet, the head may be another one.
+        refuse_other_names(directory, model, names)
     quantization = quantization_of(table, where)
     if quantization is None:
-        return stored_of_shape(shape)
+        is_wide = "float32" in (table.get("dtype"), table.get("torch_dtype"))
+        if size:  # Files may be wider than config.json says.
+            is_wide = size > 3 * (shape.num_params + numel_of(shape.tower))
+        return stored_of_shape(shape, plain="fp32" if is_wide else PLAIN)
     method = method_of(quantization)
     scheme = scheme_of({"expert_dtype": table.get("expert_dtype"), **quantization}, where)
     if not scheme.formats:
@@ -203,7 +222,7 @@ def _not_downloaded(
     def format_of(weight: Weight, place: Place) -> str:
         name = weight.name.removesuffix(".weight")
         if place in _OUTSIDE and len(weight.shape) == 2:
-            return by_module((name, _OUTSIDE[place]))
+            return by_module((name, *_OUTSIDE[place]))
         if not isinstance(place, int) or not weight.is_linear or weight.part == "router":
             return ""
         names = [name]

@@ -117,11 +117,14 @@ def joined(ranges: Iterable[FileRange]) -> tuple[FileRange, ...]:
     return tuple(found)
 
 
+PLAIN = "bf16"
+
+
 def stored_of_shape(
-    shape: ModelShape, format_of: Callable[[Weight, Place], str] | None = None
+    shape: ModelShape, format_of: Callable[[Weight, Place], str] | None = None, plain: str = PLAIN
 ) -> StoredModel:
-    """Returns the bytes of the published checkpoint. `format_of` a weight is "" for bf16; None
-    takes that of the model's file."""
+    """Returns the bytes of the published checkpoint. `format_of` a weight is "" for `plain` ones;
+    None takes that of the model's file."""
     if format_of is None:
         format_of = shape.stored.of if shape.stored else lambda *_: ""
     used: dict[str, set[str]] = {}
@@ -133,7 +136,7 @@ def stored_of_shape(
             *stacked, rows, columns = weight.shape if own or weight.is_linear else (weight.numel, 1)
             if weight.part == "experts" and "gate_up" in weight.module and rows % 2 == 0:
                 stacked, rows = [*stacked, 2], rows // 2  # Files have the two apart.
-            one_nbytes = stored_nbytes(own or PLAIN, rows, columns)
+            one_nbytes = stored_nbytes(own or plain, rows, columns)
             if len(weight.shape) == 2 and (weight.is_linear or place in ("embedding", "head")):
                 matrices.append((weight.shape, PlannedPart(one_nbytes, bool(own))))
             nbytes += math.prod(stacked) * one_nbytes
@@ -153,12 +156,12 @@ def stored_of_shape(
             weights = (w for w in block.weights if (w.part == "experts") == is_routed)
             parts[layer, is_routed] = part(weights, layer)
     said = [f"{name} ({', '.join(sorted(of))})" for name, of in used.items()]
-    return StoredModel(parts, ", ".join([*said, f"rest {PLAIN}"]) if said else PLAIN)
+    return StoredModel(parts, ", ".join([*said, f"rest {plain}"]) if said else plain)
 
 
-PLAIN = "bf16"
 _CODECS: dict[str, Codec] = {
     PLAIN: Plain("BF16"),
+    "fp32": Plain("F32"),
     "mxfp4": mxfp4(),
     "nvfp4": nvfp4(),
     "nvfp4-g32": nvfp4(block=MX_BLOCK),

@@ -87,7 +87,7 @@ def test_bytes_of_a_stored_matrix(format_name: str, rows: int, columns: int, nby
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ConfigError,
-        match="one of bf16, mxfp4, nvfp4, nvfp4-g32, nf4, nf4-single, fp8-128x128, int4",
+        match="one of bf16, fp32, mxfp4, nvfp4, nvfp4-g32, nf4, nf4-single, fp8-128x128, int4",
     ):
         stored_nbytes("gptq", 1, 1)
 

@@ -43,6 +43,7 @@ from infinity.checkpoint.huggingface.names import (
 )
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.checkpoint.huggingface.weight_tensors import WeightTensors, read_config
+from infinity.codecs.detect import method_of, quantization_of
 from infinity.errors import ConfigError, listed
 from infinity.modules.reading.dtypes import names_kept_wide
 from infinity.state.stored import StoredSlice, StoredTensor
@@ -84,13 +85,8 @@ class WeightSource(WeightTensors):
         groups, unexpected = import_groups(view.model, names, view.targets)
         kept, missing, without_place = _match(self, view, groups)
         missing = [name for name in missing if not view.may_be_missing(name)]
-        is_head = bool(missing) and _is_new_head(view.model, missing, self.path)
-        if missing and strict and not is_head:
-            raise ConfigError(
-                f"{self.path} lacks {listed(missing)} of {type(view.model).__name__}; "
-                f"it has {len(names)} tensors, e.g. {listed(names[:3])}. "
-                "Is it a checkpoint of this architecture and these sizes?"
-            )
+        if strict:
+            _refuse_missing(self.path, view.model, missing, names)
         unexpected = [
             name
             for name in (*unexpected, *without_place)
@@ -112,6 +108,47 @@ class WeightSource(WeightTensors):
         own = self._encoded.get(name)
         is_bias = own is not None and name.endswith(".bias") and len(own.shape) == 1
         return is_bias and not self.read(name).any()
+
+
+# Ends of the names of codes, and what the weight has in their place.
+_CODES = {".qweight": ".weight", "weight_packed": "weight", ".W_q": ".weight", "_blocks": ""}
+
+
+def refuse_other_names(path: Path, model: nn.Module, names: Iterable[str]) -> None:
+    """Raises ConfigError if the names of an index, whose files are not there, are others than the
+    model has. A class with a conversion that makes several tensors is not asked."""
+    view, stored = ModelView(model), [*names]
+    for end, other in _CODES.items():
+        stored = [f"{n.removesuffix(end)}{other}" if n.endswith(end) else n for n in stored]
+    groups, _ = import_groups(view.model, stored, view.targets)
+    if any(len(getattr(group.transform, "target_patterns", ())) > 1 for group in groups):
+        return
+    made = {view.targets[group.first_target].canonical for group in groups}
+    every = dict.fromkeys(target.canonical for target in view.targets.values())
+    missing = [name for name in every if name not in made and not view.may_be_missing(name)]
+    _refuse_missing(path, view.model, missing, stored)
+
+
+def _refuse_missing(
+    path: Path, model: nn.Module, missing: Sequence[str], names: Sequence[str]
+) -> None:
+    if missing and not _is_new_head(model, missing, path):
+        raise ConfigError(
+            f"{path} lacks {listed(missing)} of {type(model).__name__}; "
+            f"it has {len(names)} tensors, e.g. {listed(names[:3])}. "
+            f"Is it a checkpoint of this architecture and these sizes?{_of_mlx(path)}"
+        )
+
+
+def _of_mlx(path: Path) -> str:
+    """Returns what else may be wrong with a checkpoint in MLX's format, "" of any other."""
+    directory = path if path.is_dir() else path.parent
+    table = quantization_of(read_config(directory), str(directory)) or {}
+    said = (
+        " MLX stores layers of some classes under other names and in other layouts; take the "
+        "checkpoint that it was made of"
+    )
+    return said if method_of(table) == "mlx" else ""
 
 
 def _match(
@@ -167,6 +204,7 @@ def _check_shape(
         f"{tuple(shape)}, the model expects {target.shape}; the checkpoint is of another size "
         "or architecture. A resized embedding or head needs its value before it is resized: "
         'weight.copy_(infinity.checkpoint.weight_source(directory).read("its name"))'
+        f".{_of_mlx(source.path)}"
     )
 
 
@@ -229,10 +267,7 @@ class ImportPlan:
         return StoredSlice(source, placed.box, placed.axes, shape, codec, parts)
 
     def load(
-        self,
-        write: Write,
-        tile_rows: TileRows | None = None,
-        in_place: Set[str] = frozenset(),
+        self, write: Write, tile_rows: TileRows | None = None, in_place: Set[str] = frozenset()
     ) -> None:
         """Streams every tensor: parameters to `write`, buffers into the model.
 
@@ -318,10 +353,7 @@ def _set_buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_codes(
-    path: object,
-    target: str,
-    wanted: torch.dtype,
-    sources: Iterable[tuple[str, torch.dtype | str]],
+    path: object, target: str, wanted: torch.dtype, sources: Iterable[tuple[str, torch.dtype | str]]
 ) -> None:
     """Raises ConfigError if a float weight would be read from codes of a quantised one.
 

@@ -210,7 +210,7 @@ def find_files(path: Path) -> dict[Path, list[str]]:
         files: dict[Path, list[str]] = {single: []}
     elif index.is_file():
         files = {}
-        for name, file_name in read_weight_map(index).items():
+        for name, file_name in read_index(index)[0].items():
             files.setdefault(path / file_name, []).append(name)
     else:
         raise _no_weights(path)
@@ -276,18 +276,19 @@ def _say_unread(path: Path, used: frozenset[str]) -> None:
         )  # fmt: skip
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Returns the file of every tensor, from the index of a sharded checkpoint. Raises
-    CorruptionError for one without such a table, StorageError."""
+def read_index(index: Path) -> tuple[dict[str, str], int]:
+    """Returns the file of every tensor, and the bytes of all (0: it does not say), from the index
+    of a sharded checkpoint. Raises CorruptionError for one without such a table, StorageError."""
     try:
         with reporting("read", index):
             table = table_of(read_json(index), "it")
         weight_map = table_of(field(table, "weight_map"), "weight_map")
         for name, file_name in weight_map.items():
             plain_name(file_name, f"the file of tensor {name!r}")
+        size = table_of(table.get("metadata") or {}, "metadata").get("total_size")
     except MalformedError as error:
         raise corrupt(str(index), f"no weight_map can be read: {error}") from None
-    return weight_map
+    return weight_map, int(size) if isinstance(size, int | float) else 0
 
 
 def read_config(directory: Path) -> dict[str, Any]:

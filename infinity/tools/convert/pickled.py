@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
-from infinity.checkpoint.huggingface.weight_tensors import read_config, read_weight_map
+from infinity.checkpoint.huggingface.weight_tensors import read_config, read_index
 from infinity.errors import ConfigError, corrupt
 from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor
 
@@ -25,7 +25,7 @@ def _shards_of(directory: Path) -> dict[str, Mapping[str, torch.Tensor]]:
         return {_SINGLE: _tensors_of(directory / _SINGLE)}
     if not index.is_file():
         raise ConfigError(f"{directory} has neither {_SINGLE} nor {_INDEX}")
-    weight_map = read_weight_map(index)
+    weight_map = read_index(index)[0]
     files = sorted(set(weight_map.values()))
     for name in files:
         if not (directory / name).is_file():
