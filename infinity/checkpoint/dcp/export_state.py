@@ -29,12 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
@@ -291,9 +286,7 @@ def _rows_of_slab(info: StateInfo) -> int | None:
     return max(1, _SLAB_NBYTES // (info.nbytes // info.shape[0]))
 
 
-def _gather_slabs(
-    parts: Iterable[StatePart],
-) -> Iterator[tuple[StateInfo, int, torch.Tensor]]:
+def _gather_slabs(parts: Iterable[StatePart]) -> Iterator[tuple[StateInfo, int, torch.Tensor]]:
     """Joins parts to (tensor, first row, slab); every slab has its own memory."""
     slab, filled = torch.empty(0), 0
     for part in parts:

@@ -33,10 +33,7 @@ from infinity.checkpoint.durable import (
     sync_file,
 )
 from infinity.checkpoint.huggingface.names import TensorGroup, export_groups, planned_targets
-from infinity.checkpoint.huggingface.safetensors_file import (
-    SafetensorsWriter,
-    TensorInfo,
-)
+from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter, TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, OF_DIFFUSERS, SINGLE_NAME
 from infinity.checkpoint.reader import CheckpointSource, Kind, StateInfo
 from infinity.checkpoint.run.directory import locked

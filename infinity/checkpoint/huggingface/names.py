@@ -233,9 +233,7 @@ def _first_match(name: str, converters: Iterable[Any]) -> tuple[str, str | None]
 
 
 def planned_targets(
-    group: TensorGroup,
-    infos: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    model: Any,
+    group: TensorGroup, infos: Mapping[str, tuple[tuple[int, ...], torch.dtype]], model: Any
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Computes (shape, dtype) of each target of `group` from those of its sources. Reads no byte.
 

@@ -62,10 +62,7 @@ class Saving(Closing):
     """
 
     def __init__(
-        self,
-        path: Path,
-        source: Path | None = None,
-        copy: Callable[[Saving], None] | None = None,
+        self, path: Path, source: Path | None = None, copy: Callable[[Saving], None] | None = None
     ) -> None:
         """Starts the thread that runs `copy`; None means that `path` is already complete."""
         self.path = path
@@ -225,12 +222,7 @@ class _Copier:
     """Copies files block by block; in a hurry it reads a block while the last one is written."""
 
     def __init__(
-        self,
-        source: Path,
-        target: Path,
-        storage: StorageEngine,
-        saving: Saving,
-        stack: ExitStack,
+        self, source: Path, target: Path, storage: StorageEngine, saving: Saving, stack: ExitStack
     ) -> None:
         self._source = source
         self._target = target

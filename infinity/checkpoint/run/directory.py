@@ -49,13 +49,7 @@ from infinity.checkpoint.run.format import (
     parse_table,
 )
 from infinity.config.paths import RUN_NAMES
-from infinity.errors import (
-    ConfigError,
-    CorruptionError,
-    StorageError,
-    corrupt,
-    reporting,
-)
+from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, reporting
 from infinity.storage.lock_file import is_swap_name
 
 _BUSY = "another process is writing a checkpoint there; give every run its own directory"

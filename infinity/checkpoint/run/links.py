@@ -37,12 +37,7 @@ from infinity.checkpoint.run.directory import (
     read_manifest,
     sweep,
 )
-from infinity.checkpoint.run.format import (
-    COPIES_NAME,
-    LinkedKind,
-    LinkedState,
-    Stored,
-)
+from infinity.checkpoint.run.format import COPIES_NAME, LinkedKind, LinkedState, Stored
 from infinity.checkpoint.run.opened import OpenCheckpoint
 from infinity.config import SwapConfig
 from infinity.config.schema.tiers import NvmeTier

@@ -298,10 +298,7 @@ def first_difference(path: Path, model: nn.Module) -> str | None:
     to the bit, and None where all are alike. Raises as `load`, and changes nothing."""
     engine = engine_of(model)
     found = OpenCheckpoint(find_checkpoint(path))
-    with (
-        engine.at_rest("infinity.checkpoint.first_difference") as state,
-        StoredReader() as stored,
-    ):
+    with engine.at_rest("infinity.checkpoint.first_difference") as state, StoredReader() as stored:
         found.check_model(state, model, engine.rank)
         reader = _ModelReader(found, stored)
         for unit, tensors in kept_tensors(state):

@@ -15,15 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.bounded import (
-    MalformedError,
-    field,
-    integer,
-    list_of,
-    parse_json,
-    table_of,
-    text_of,
-)
+from infinity.bounded import MalformedError, field, integer, list_of, parse_json, table_of, text_of
 from infinity.checkpoint.run.directory import check_extent, read_content, read_manifest
 from infinity.checkpoint.run.format import Manifest, is_of_rank
 from infinity.errors import ConfigError, corrupt, listed

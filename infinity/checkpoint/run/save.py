@@ -341,10 +341,7 @@ def _write_checkpoint(
     target = directory / checkpoint_name(program.step)
     num_spares = count_spares(engine.config, num_ranks=engine.num_ranks)
     try:
-        with (
-            engine.at_rest("infinity.checkpoint", program.chosen) as state,
-            ExitStack() as naming,
-        ):
+        with engine.at_rest("infinity.checkpoint", program.chosen) as state, ExitStack() as naming:
             if volume is not None and volume.num_spares:
                 thaw_removed(volume)  # The user may have removed checkpoints.
             if volume is None or not num_spares:

@@ -9,16 +9,7 @@ import typer
 
 from infinity.errors import ConfigError, refusing
 from infinity.sizes import format_nbytes, parse_nbytes
-from infinity.tools.cli.options import (
-    Push,
-    arg,
-    flag,
-    is_silent,
-    opt,
-    progress_bar,
-    pushing,
-    reply,
-)
+from infinity.tools.cli.options import Push, arg, flag, is_silent, opt, progress_bar, pushing, reply
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
@@ -261,12 +252,7 @@ def spread(
     if not gather and not over:
         raise ConfigError("expected --over and the directories of the drives, or --gather")
     refuse_no_directory(directory)
-    from infinity.tools.convert.spread import (
-        plan_gather,
-        plan_spread,
-        run_gather,
-        run_spread,
-    )
+    from infinity.tools.convert.spread import plan_gather, plan_spread, run_gather, run_spread
 
     if gather:
         plan = plan_gather(directory)
