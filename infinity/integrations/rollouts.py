@@ -186,18 +186,17 @@ class RolloutSteps:
         self, model: Any, calls: Sequence[Callable[[], Any]], num_parts: int, num_tokens: int
     ) -> list[Any]:
         """Returns the results of calls of `num_tokens` tokens each, in as few sweeps as fit. The
-        rewards of all parts pass with them where one sweep has space for all."""
+        rewards of all parts pass with the last ones where that sweep has space for all."""
         engine = engine_of(model)
         most = min(MOST_BATCHES, max(2, engine.sweep_tokens // num_tokens // 2 * 2))
+        windows = [[*calls[at : at + most]] for at in range(0, len(calls), most)]
         rewards = self._rewards() if model is self.model else []
-        if len(calls) + num_parts * len(rewards) <= most:
-            scores = [reward.score for reward in rewards]
-            results = engine.sweep([], [*calls, *scores])[1]
-            for reward, found in zip(rewards, results[len(calls) :], strict=True):
-                reward.rewards = found
-            return results[: len(calls)]
-        starts = range(0, len(calls), most)
-        return [r for at in starts for r in engine.sweep([], calls[at : at + most])[1]]
+        if len(windows[-1]) + num_parts * len(rewards) <= most:
+            windows[-1] += [reward.score for reward in rewards]
+        results = [found for window in windows for found in engine.sweep([], window)[1]]
+        for reward, found in zip(rewards, results[len(calls) :], strict=False):
+            reward.rewards = found
+        return results[: len(calls)]
 
     def _may_score_together(self, model: Any) -> bool:
         if not (self._is_generating and self.is_layer_major and self.is_asked_for):

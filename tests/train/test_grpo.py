@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from infinity.checkpoint import weight_source
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.integrations import rollouts
 from infinity.integrations.rollouts import AdapterReward
 from infinity.integrations.sampler import ServerSampler
 from infinity.tools.training import program
@@ -229,9 +230,14 @@ def test_an_adapter_over_the_same_base_rewards_in_the_sweep_of_the_log_probabili
     adapter = f"{ADAPTER}\nany_base = true"
     options = {"rewards": [], "reward_model": str(tmp_path / "judge"), "adapter": adapter}
     train(job_of(tmp_path / "beside", base, beta=0.1, **options))
-    assert were_scored == [True] * STEPS
+    job = job_of(tmp_path / "two", base, method="rloo", beta=0.1, **options)
+    job.write_text(job.read_text().replace("accumulation_steps = 2", "accumulation_steps = 4"))
+    with monkeypatch.context() as patched:  # Eight calls in two sweeps. The second has space.
+        patched.setattr(rollouts, "MOST_BATCHES", 6)
+        train(job)
+    assert were_scored == [True] * 2 * STEPS
     train(job_of(tmp_path / "alone", base, **options))  # Asks for no log-probabilities.
-    assert were_scored == [True] * STEPS + [False] * STEPS
+    assert were_scored == [True] * 2 * STEPS + [False] * STEPS
 
 
 def test_a_step_may_learn_fewer_prompts_than_a_batch_has_completions(
