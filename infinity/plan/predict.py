@@ -48,7 +48,8 @@ class Forecast:
 
     `hardware` is one node. With ranks, batch, bytes and seconds are those of one rank; tokens and
     FLOPs per second are of all ranks. For the answer to a user: `data_tokens` of data are passed
-    once; `other` is the same run with the checkpoint on another number of drives.
+    once; `other` is the same run with the checkpoint on another number of drives, `of_data` that
+    with sequences as long as the data's.
     """
 
     model: PlannedModel
@@ -70,6 +71,7 @@ class Forecast:
     ranks: RankLayout | None = None
     data_tokens: int | None = None
     other: Forecast | None = None
+    of_data: Forecast | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from infinity.tools.cli import app
+from infinity.tools.training.chat import CHATML
+from infinity.tools.training.tokenizers import ByteTokenizer
 from tests.support.commands import plan_in_numbers
 from tests.support.exhaustive import sampled
 from tests.train.jobs import lines_of
@@ -138,6 +140,33 @@ def test_a_step_of_four_adapters_takes_little_longer_than_that_of_one(tmp_path: 
         return float(plan_in_numbers(str(file), *where, "--tokens", str(8192 * count))["step_s"])
 
     assert 1 < step_s(4) / step_s(1) <= 1.15
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_step_over_short_records_is_planned_with_their_length(
+    packing: bool, tmp_path: Path
+) -> None:
+    turns = [[("user", "a" * n), ("assistant", "b" * n)] for n in (10, 20, 30)]
+    rows = [[{"role": role, "content": text} for role, text in chat] for chat in turns]
+    data, file = tmp_path / "chat.jsonl", tmp_path / "run.toml"
+    data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    text = CONFIG.format(swap=tmp_path, dtype="float32", accumulation=1, output=tmp_path / "out")
+    text = text.replace(
+        "sequence_length = 8", f"sequence_length = 256, packing = {packing}".lower()
+    )
+    file.write_text(
+        text.replace(__file__, str(data)).replace("n_positions = 64", "n_positions = 256")
+    )
+    found = json.loads(plan(str(file), "--hardware", "rtx4090-desktop", *ONE_WAY, "--json"))
+    tokenizer = ByteTokenizer().for_records()
+    tokenizer.chat_template = CHATML
+    lengths = [len(tokenizer.apply_chat_template(row)["input_ids"]) for row in rows]
+    of_data = found["answer"]["of_data"]
+    if packing:
+        assert of_data is None
+    else:
+        assert of_data["sequence_length"] == sum(lengths) // len(lengths)
+        assert of_data["step_s"] < found["step_s"]
 
 
 def test_the_list_names_what_is_shipped() -> None:

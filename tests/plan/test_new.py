@@ -306,14 +306,14 @@ def test_records_decide_the_method(tmp_path: Path) -> None:
     model = config_only(tmp_path / "head", head | {"id2label": {"0": "yes", "1": "no", "2": "x"}})
     classify, ranking = {"method": "classify"}, "MultipleNegativesRankingLoss"
     for text, base, keys, num_tokens in (
-        (labelled(["no", "yes", "no"]), None, classify | {"labels": ["no", "yes"]}, 81),
-        (labelled(["no", "yes"]), model, classify | {"labels": ["yes", "no", "x"]}, 81),
-        (labelled(["a", "b"]), model, classify | {"labels": ["a", "b"]}, 81),
-        (labelled([1, 0]), None, classify | {"labels": ["0", "1"]}, 81),
-        (labelled([2, 0]), model, classify | {"labels": ["yes", "no", "x"]}, 81),
-        (labelled([None]), None, {}, 81),
-        (json.dumps(answers), None, {"method": "dpo"}, 99 + 80),
-        (json.dumps(pair), None, {"method": "embed", "embed": {"loss": ranking}}, 80 + 40),
+        (labelled(["no", "yes", "no"]), None, classify | {"labels": ["no", "yes"]}, 49),
+        (labelled(["no", "yes"]), model, classify | {"labels": ["yes", "no", "x"]}, 49),
+        (labelled(["a", "b"]), model, classify | {"labels": ["a", "b"]}, 49),
+        (labelled([1, 0]), None, classify | {"labels": ["0", "1"]}, 49),
+        (labelled([2, 0]), model, classify | {"labels": ["yes", "no", "x"]}, 49),
+        (labelled([None]), None, {}, 49),
+        (json.dumps(answers), None, {"method": "dpo"}, 99 + 48),
+        (json.dumps(pair), None, {"method": "embed", "embed": {"loss": ranking}}, 80 + 24),
         (json.dumps({"input_ids": [7] * 200}), None, {}, 200),
     ):
         (file := tmp_path / "data.jsonl").write_text(text)

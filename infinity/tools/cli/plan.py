@@ -255,8 +255,10 @@ def _predict(asked: PlanOptions) -> None:
     config = _config_of(asked, directory)
     from infinity.config.schema import changed
     from infinity.plan import forecast
+    from infinity.plan.predict import forecast_again
     from infinity.tools.plan import report
     from infinity.tools.plan.advice import advise
+    from infinity.tools.plan.data_facts import batch_of_data
     from infinity.tools.plan.subject import (
         batch_for,
         frozen_directory_of,
@@ -286,6 +288,8 @@ def _predict(asked: PlanOptions) -> None:
     data = None if count is None else parse_count(count, "--data-tokens")
     if data is not None and asked.examples is not None:
         data *= batch.sequence_length
+    is_own = asked.tokens is None and asked.sequence is None and not asked.score
+    own = None if asked.by_name or not is_own else batch_of_data(config, batch)
     has_second = not asked.by_name and not asked.score and has_reference(config)
     with sharing_budgets(config, has_second=has_second) as config:
         found = forecast(
@@ -293,7 +297,9 @@ def _predict(asked: PlanOptions) -> None:
             num_ranks=asked.ranks or (1 if asked.score else machine.device.count),
             num_nodes=asked.nodes, shard_drives=drives,
         )  # fmt: skip
-    found = replace(found, data_tokens=data, other=on_other_drives(config, model, found))
+        of_data = None if own is None else forecast_again(found, config, model, batch=own)
+    found = replace(found, data_tokens=data, of_data=of_data)
+    found = replace(found, other=on_other_drives(config, model, found))
     advice = advise(config, model, found)
     second = "half of the budgets is for the second model, whose reads and time are not counted"
     found = replace(found, warnings=(*found.warnings, *[second] * has_second))

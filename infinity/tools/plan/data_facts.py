@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from infinity.tools.training.records import (
     mark_conversations,
     needed_columns,
 )
-from infinity.tools.training.tokenizers import Tokenizer
+from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 
 Table = dict[str, Any]
 
@@ -38,7 +38,7 @@ _NOUNS = ("conversations", "preferences", "pairs")  # Other kinds are "records".
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB
 _MARKS = 8  # Tokens that a template writes around a message,
-_MARKS_NBYTES = 40  # and their bytes, where a token is a byte.
+_MARKS_NBYTES = 24  # and the bytes of those of ChatML, which bytes get.
 _TURNS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
@@ -149,6 +149,22 @@ def planned_batch(config: SwapConfig) -> Batch:
             values = first_record(files).values()
             return batch_of(config, sum(isinstance(value, str) for value in values))
     return batch_of(config)
+
+
+def batch_of_data(config: SwapConfig, batch: Batch) -> Batch | None:
+    """Returns the batch with sequences as long as the records of `[data]` on average; None where
+    these fill the sequences, as text and packed records do, or each is several sequences."""
+    files = _records_of(config)
+    is_apart = config.train is not None and config.train.method in ("sft", "distill")
+    if config.data is None or config.data.packing or not is_apart or not files:
+        return None
+    with suppress(ConfigError):  # `infinity train` raises it.
+        facts = read_data(files, open_tokenizer(config.data.tokenizer), batch.sequence_length)
+        length = max(facts.num_tokens // facts.num_records, 1)
+        if length < batch.sequence_length:
+            num_tokens = batch.num_tokens // batch.sequence_length * length
+            return replace(batch, num_tokens=num_tokens, sequence_length=length)
+    return None
 
 
 def _records_of(config: SwapConfig) -> list[Path]:

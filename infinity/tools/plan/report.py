@@ -104,6 +104,7 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         f"{name:<10}{duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s"
         + (" of all ranks" if forecast.ranks else "")
         + f", {flops(forecast.flops_per_s)} of the model",
+        *_short(forecast),
         f"binding   {_binding(forecast)}",
         *([f"updates   on the {place.place}: {place.why}"] if is_updated else []),
         *_helps(advice),
@@ -111,6 +112,14 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         *(f"warning   {text}" for text in forecast.warnings),
     ]
     return "\n".join(lines)
+
+
+def _short(forecast: Forecast) -> list[str]:
+    found = forecast.of_data
+    if found is None:
+        return []
+    length, seconds = found.batch.sequence_length, duration(found.step.step_s)
+    return [f"data      records of {length:,} tokens on average: {seconds} a step"]
 
 
 def _frozen(forecast: Forecast) -> list[str]:
@@ -285,8 +294,9 @@ _WORTH_SAYING = 1.05
 def answer(forecast: Forecast) -> dict[str, Any]:
     """Returns the answer in numbers. Bytes are of one step and all ranks, those of `data` of the
     whole pass. `obstacles` say by name what does not fit; `other_drives` has the step with the
-    checkpoint on another number of drives."""
+    checkpoint on another number of drives, `of_data` that with sequences as long as the data's."""
     step, ranks, other = forecast.step, forecast.num_ranks, forecast.other
+    of_data = forecast.of_data
     moved, drives = step.moved_nbytes, _drives(forecast)
     written_nbytes = ranks * moved.get(WRITE, 0)
     data = None
@@ -311,6 +321,8 @@ def answer(forecast: Forecast) -> dict[str, Any]:
         "data": data,
         "checkpoint_drives": drives,
         "other_drives": other and {"drives": _drives(other), "step_s": other.step.step_s},
+        "of_data": of_data
+        and {"sequence_length": of_data.batch.sequence_length, "step_s": of_data.step.step_s},
         "base_copy": _base_copy(forecast),
     }
 
