@@ -58,12 +58,12 @@ def refuse_absent_model(path: Path) -> None:
 
 def refuse_adapter(path: Path) -> None:
     """Raises ConfigError for the directory of an adapter in place of a model."""
-    file = path / ADAPTER_NAMES[0]
-    if not file.is_file():
+    if not is_adapter(path):
         return
     base = None
     with suppress(OSError, MalformedError):
-        base = table_of(read_json(file), "it").get("base_model_name_or_path")
+        table = table_of(read_json(path / ADAPTER_NAMES[0]), "it")
+        base = table.get("base_model_name_or_path")
     raise ConfigError(
         f"{path} is an adapter, and no model: give its base{f' {base}' if base else ''}, and this "
         "directory as adapter.resume (infinity score: --adapter)"

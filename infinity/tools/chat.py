@@ -16,7 +16,7 @@ import torch
 
 import infinity
 from infinity.config import SwapConfig
-from infinity.config.paths import ADAPTER_NAMES
+from infinity.config.paths import is_adapter
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import positions_of
 from infinity.tools.pretrained import from_pretrained, with_saved_adapter
@@ -105,7 +105,7 @@ def open_writer(directory: Path, config: Any = None) -> TextWriter:
     `config`: tiers and budgets, what `infinity.offload` takes. Raises ConfigError for a directory
     that is neither, and for an adapter whose base is gone.
     """
-    adapter = directory if (directory / ADAPTER_NAMES[0]).is_file() else None
+    adapter = directory if is_adapter(directory) else None
     base = base_of(directory) if adapter else directory
     settings = with_saved_adapter(SwapConfig.load(config), adapter)
     model = from_pretrained(base, settings, is_frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from infinity.errors import ConfigError, refusing
-from infinity.sizes import format_nbytes, parse_nbytes
+from infinity.sizes import counted, format_nbytes, parse_nbytes
 from infinity.tools.cli.options import Push, arg, flag, is_silent, opt, progress_bar, pushing, reply
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ def _write(plan: DirectoryPlan, out: Path) -> None:
         "source_nbytes": plan.source_nbytes,
     }
     sizes = f"{format_nbytes(plan.nbytes)} from {format_nbytes(plan.source_nbytes)}"
-    count = len(plan.shards)
-    reply(summary, f"wrote {out}: {sizes}, {count} shard{'s' * (count > 1)}")
+    reply(summary, f"wrote {out}: {sizes}, {counted(len(plan.shards), 'shards')}")
 
 
 # -- Export: a checkpoint of a run in a format of other programs -----------------------------------
@@ -272,5 +271,5 @@ def _tell(plan: SpreadPlan, *, is_dry: bool) -> None:
         how = "stays" if move.is_done else "moves" if move.moved_nbytes else "is linked"
         typer.echo(f"{move.name}  {format_nbytes(move.nbytes)}  {how}  {move.place.parent}")
     verb = "would be written" if is_dry else "to write"
-    shards = "1 shard" if len(plan.moves) == 1 else f"{len(plan.moves)} shards"
+    shards = counted(len(plan.moves), "shards")
     typer.echo(f"{shards}, {format_nbytes(plan.moved_nbytes)} {verb}")

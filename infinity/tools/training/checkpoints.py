@@ -245,9 +245,9 @@ class RunCheckpoints:
         self._saved_step = 0  # The step of the newest complete checkpoint.
         self._saving: Saving | None = None  # The checkpoint that is being copied.
 
-    def check(self, *, accept_changes: bool) -> list[str]:
+    def check(self, *, accept_changes: bool) -> None:
         """Compares the run with the one that it resumes, and with those that have committed steps
-        in its swap directory, which it would remove: see `check_same_run`."""
+        in its swap directory, which it would remove: see `check_same_run`. Says what differs."""
         if self._job.resume is not None:
             with naming_older(self._config, self._job.resume.path):
                 self._accepted = check_same_run(
@@ -256,7 +256,8 @@ class RunCheckpoints:
             for path in chain(*map(list_checkpoints, self._config.commit_directories)):
                 with suppress(CorruptionError):
                     check_same_run(read_program(path), self._identity, accept_changes=True)
-        return self._accepted
+        for change in self._accepted:
+            self._reporter.note(change)
 
     @property
     def has_accepted(self) -> bool:

@@ -27,7 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -242,11 +242,6 @@ class Run:
         """The steps that are done, with those before a resumed run."""
         return int(self._job.trainer.state.global_step)
 
-    def note(self, changes: list[str]) -> None:
-        """Prints accepted changes."""
-        for change in changes:
-            self._reporter.note(change)
-
     def set_up(self, *, is_first: bool = True) -> None:
         """Makes the tiers and streams the weights into them, unless another run has done so."""
         self._reporter.note(self._description())
@@ -433,10 +428,6 @@ class Run:
         if self._tracing is not None:
             self._tracing.finish()
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Counts the time of a `with` block as part of a phase of the run."""
-        return self.summary.phase(name)
-
     def begin_step(self) -> None:
         """Called by the trainer before the batches of a step are made."""
         if self._tracing is not None:
@@ -578,7 +569,7 @@ def opened(
         for found, job in zip(configs, jobs, strict=True):
             runs.append(run := make(found, job, console, trace if not runs else None))
             stack.callback(run.close)
-            run.note(run.checkpoints.check(accept_changes=accept_changes))
+            run.checkpoints.check(accept_changes=accept_changes)
         yield runs
 
 

@@ -522,7 +522,7 @@ class RunTrainer(OffloadedTrainer):
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Evaluates, and notes the loss for the run."""
-        with self.job_run.phase("evaluation_s"):
+        with self.job_run.summary.phase("evaluation_s"):
             found: dict[str, float] = super().evaluate(*args, **options)  # type: ignore[misc]
         self._now.held_out_loss = found.get("eval_loss")
         return found
