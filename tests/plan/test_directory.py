@@ -208,10 +208,12 @@ def test_a_quantised_directory_has_the_same_bytes_before_it_is_downloaded(
     have two bytes and one, which config.json does not say; those formats are refused that only files can count."""
     write_quantized(tiny_causal_lm(architecture), tmp_path / "base", layout)
     there = read_directory(tmp_path / "base").stored
-    places = read_headers(tmp_path / "base").values()
-    assert there.nbytes + there.unused_nbytes == sum(place[4] for place in places)
+    places = read_headers(tmp_path / "base")
+    assert there.nbytes + there.unused_nbytes == sum(place[4] for place in places.values())
     for file in (tmp_path / "base").glob("*.safetensors"):
         file.unlink()
+    index = json.dumps({"weight_map": dict.fromkeys(places, "1.safetensors")})
+    (tmp_path / "base/model.safetensors.index.json").write_text(index)
     if layout in ("hqq", "llm-int8"):
         with pytest.raises(ConfigError, match="are counted in its files"):
             read_directory(tmp_path / "base")
