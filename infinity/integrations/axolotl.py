@@ -76,9 +76,7 @@ class OffloadedRun:
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Prepares the trainer. Raises ConfigError as `prepare_trainer` does."""
         prepare_trainer(
-            trainer,
-            layer_major=cfg.get("infinity_layer_major"),
-            window=cfg.get("infinity_window"),
+            trainer, layer_major=cfg.get("infinity_layer_major"), window=cfg.get("infinity_window")
         )
 
     def post_train_unload(self, cfg: Any) -> None:

@@ -34,20 +34,10 @@ from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.config.source import read_source
 from infinity.errors import ConfigError
 from infinity.integrations import deepspeed
-from infinity.integrations.hf import (
-    OffloadedTrainer,
-    is_offloaded,
-    prepare_parts,
-    prepare_trainer,
-)
+from infinity.integrations.hf import OffloadedTrainer, is_offloaded, prepare_parts, prepare_trainer
 from infinity.modules.reading.adapters import values_of_adapters
 from infinity.modules.reading.empty_weights import Provisional, is_to_come
-from infinity.tools.pretrained import (
-    choose_config,
-    empty_pretrained,
-    for_directory,
-    refuse_options,
-)
+from infinity.tools.pretrained import choose_config, empty_pretrained, for_directory, refuse_options
 from infinity.tools.training.model import with_own_drives
 
 _log = logging.getLogger("infinity")
@@ -72,10 +62,7 @@ _SAID_TWICE = {
     "scheduler.params.warmup_max_lr": "learning_rate",
 }  # fmt: skip
 # The same of steps, which are known when the data is.
-_STEPS = {
-    "total_num_steps": "max_steps or num_train_epochs",
-    "warmup_num_steps": "warmup_steps",
-}
+_STEPS = {"total_num_steps": "max_steps or num_train_epochs", "warmup_num_steps": "warmup_steps"}
 _FACTS = "_said_by_deepspeed"  # The attribute of TrainingArguments, which Trainer pickles.
 
 

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinity.errors import ConfigError
-from infinity.plan.files import (
-    refuse_model_as_file,
-    refuse_no_model,
-    refuse_unknown,
-    shipped_in,
-)
+from infinity.plan.files import refuse_model_as_file, refuse_no_model, refuse_unknown, shipped_in
 from infinity.tools.cli.options import (
     HardwareName,
     arg,

@@ -31,13 +31,7 @@ from infinity.errors import ConfigError, UnsupportedError, listed, reporting
 from infinity.modules.reading.configuration import is_router
 from infinity.tools.convert.gguf import gguf_package
 from infinity.tools.convert.rewrite import check_target
-from infinity.tools.serving.sheet import (
-    NUM_PROMPTS,
-    PROMPT_TOKENS,
-    SHEET_NAME,
-    Locate,
-    make_sheet,
-)
+from infinity.tools.serving.sheet import NUM_PROMPTS, PROMPT_TOKENS, SHEET_NAME, Locate, make_sheet
 from infinity.tools.training.adapter import CONFIG_NAME, PREFIX, WEIGHTS_NAME
 from infinity.tools.training.base_identity import IDENTITY_NAME
 from infinity.tools.training.data_files import read_utf8, texts_in

@@ -19,15 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infinity.bounded import (
-    MalformedError,
-    field,
-    integer,
-    list_of,
-    read_json,
-    table_of,
-    text_of,
-)
+from infinity.bounded import MalformedError, field, integer, list_of, read_json, table_of, text_of
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.config.paths import ADAPTER_NAMES

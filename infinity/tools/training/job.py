@@ -102,10 +102,7 @@ class Job:
 
 
 def prepare(
-    configs: Sequence[JobConfig],
-    stack: ExitStack,
-    resumed: Sequence[Loaded | None],
-    rank: JobRank,
+    configs: Sequence[JobConfig], stack: ExitStack, resumed: Sequence[Loaded | None], rank: JobRank
 ) -> list[Job]:
     """Checks everything that can be refused without making a swap file. Returns a job for each
     configuration: one, or those of several adapters over one model."""

@@ -272,12 +272,7 @@ def refuse_stranger(token_id: int, tokenizer: Tokenizer, vocab_size: int, place:
 class TokenFile:
     """Token ids in a temporary file without a name, which disappears with the process."""
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        directory: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, *, vocab_size: int, directory: str | os.PathLike[str] | None = None) -> None:
         self.dtype = np.dtype(
             np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32
         )

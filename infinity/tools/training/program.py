@@ -47,12 +47,7 @@ from infinity.config.paths import RUN_NAMES
 from infinity.config.schema import changed
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.engine.build import fits
-from infinity.errors import (
-    CapacityError,
-    ConfigError,
-    InfinityError,
-    NonFiniteError,
-)
+from infinity.errors import CapacityError, ConfigError, InfinityError, NonFiniteError
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
 from infinity.sizes import counted
@@ -64,12 +59,7 @@ from infinity.tools.training.ending import Event, model_card, next_commands, not
 from infinity.tools.training.job import Job, prepare
 from infinity.tools.training.methods import batch_of
 from infinity.tools.training.metrics import MetricsReader
-from infinity.tools.training.model import (
-    generate,
-    reference_path,
-    sharing_budgets,
-    with_own_drives,
-)
+from infinity.tools.training.model import generate, reference_path, sharing_budgets, with_own_drives
 from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
 from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
 from infinity.tools.training.ranks import job_rank
@@ -262,10 +252,7 @@ class Run:
         if self._config.adapter is None:
             window = train.batch_size // batch_of(self._config)[0]
         prepare_trainer(
-            self._job.trainer,
-            layer_major=is_layer_major,
-            window=window,
-            sampler=self._job.sampler,
+            self._job.trainer, layer_major=is_layer_major, window=window, sampler=self._job.sampler
         )
 
     def _offload(self) -> None:

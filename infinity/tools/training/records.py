@@ -202,12 +202,7 @@ def _fitting_kind(columns: Sequence[str]) -> _KindColumns | None:
 
 
 def mark_conversations(
-    dataset: Any,
-    tokenizer: Any,
-    place: str,
-    *,
-    assistant_only: bool,
-    kind: Kind = "conversations",
+    dataset: Any, tokenizer: Any, place: str, *, assistant_only: bool, kind: Kind = "conversations"
 ) -> Any:
     """Returns records of messages as token ids with masks of what is learned, without those in
     which no assistant is learned; records of another form as they are.

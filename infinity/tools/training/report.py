@@ -505,10 +505,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append((title, f"{nbytes:.1f} bytes per parameter and step, {speed:.2f} GB/s"))
     rows += [
         ("peak RSS", format_nbytes(summary["peak_rss_nbytes"])),
-        (
-            "host tier",
-            f"{format_nbytes(summary['host_in_use_max_nbytes'])} in use at most",
-        ),
+        ("host tier", f"{format_nbytes(summary['host_in_use_max_nbytes'])} in use at most"),
     ]
     times = summary["time"]
     for name, title in _STEP_TIMES.items():
