@@ -89,10 +89,7 @@ __all__ = [
     "together",
 ]
 
-_TOOLS = {
-    "from_pretrained": "infinity.tools.pretrained",
-    "score": "infinity.tools.logprobs",
-}
+_TOOLS = {"from_pretrained": "infinity.tools.pretrained", "score": "infinity.tools.logprobs"}
 
 if _strange := namesake.strange_entries(__path__):
     import warnings

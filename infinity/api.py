@@ -204,9 +204,7 @@ def factored_experts(model: nn.Module) -> nn.Module:
 
 
 def forward_backward(
-    model: nn.Module,
-    loss_fn: Callable[[Any], torch.Tensor],
-    micro_batches: Iterable[Any],
+    model: nn.Module, loss_fn: Callable[[Any], torch.Tensor], micro_batches: Iterable[Any]
 ) -> list[torch.Tensor]:
     """Runs forward and backward of several micro-batches, block by block, and returns the losses.
 

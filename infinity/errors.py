@@ -22,16 +22,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from errno import (
-    EACCES,
-    EDQUOT,
-    EILSEQ,
-    EIO,
-    EMFILE,
-    ENOSPC,
-    EPERM,
-    EROFS,
-)
+from errno import EACCES, EDQUOT, EILSEQ, EIO, EMFILE, ENOSPC, EPERM, EROFS
 from pathlib import Path
 
 from infinity.sizes import format_nbytes
@@ -182,12 +173,7 @@ def corrupt(
     """Returns the error for a file whose content does not match its header or checksum. `code`:
     EBADMSG for bytes that have changed, ESTALE for a file that has."""
     return CorruptionError(
-        code,
-        operation="read",
-        path=path,
-        offset_nbytes=offset_nbytes,
-        nbytes=nbytes,
-        detail=detail,
+        code, operation="read", path=path, offset_nbytes=offset_nbytes, nbytes=nbytes, detail=detail
     )
 
 

@@ -13,13 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from infinity.distributed.wire.addresses import (
-    UNIX,
-    Machine,
-    choose_address,
-    refusal,
-    this_machine,
-)
+from infinity.distributed.wire.addresses import UNIX, Machine, choose_address, refusal, this_machine
 from infinity.distributed.wire.connecting import Meeting, allow_sockets, listen
 from infinity.distributed.wire.failures import tell_of_uncaught_exceptions
 from infinity.distributed.wire.node_memory import NodeMemory, OwnMemory, map_memory

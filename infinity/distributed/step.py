@@ -24,12 +24,7 @@ from infinity.ops.exact import join, split
 from infinity.state.partition import Shard, ShardSlice
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.updates.masters import Masters, MasterWeights
-from infinity.streaming.updates.record import (
-    StepRecord,
-    StepRunner,
-    UpdatedWeights,
-    UpdateSettings,
-)
+from infinity.streaming.updates.record import StepRecord, StepRunner, UpdatedWeights, UpdateSettings
 from infinity.streaming.updates.unit_update import UnitUpdate, updates_of
 from infinity.streaming.updates.updater import Updater
 from infinity.streaming.weights.cache import WeightCache

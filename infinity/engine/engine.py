@@ -35,11 +35,7 @@ from infinity.engine.together import loop_of, run_together
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.accumulate.layer_major import Passenger, ScheduleParts
 from infinity.modules.autograd.grads import ParamGrads
-from infinity.modules.autograd.hooks import (
-    BackwardCalls,
-    OwnHook,
-    Unscriptable,
-)
+from infinity.modules.autograd.hooks import BackwardCalls, OwnHook, Unscriptable
 from infinity.modules.autograd.model_passes import ModelPasses
 from infinity.modules.autograd.param import OffloadedParam, ParamTable, increment_versions
 from infinity.modules.autograd.threads import OwnProcess
@@ -217,9 +213,7 @@ class Engine(Closing):
     # -- Passes ------------------------------------------------------------------------------------
 
     def sweep(
-        self,
-        losses: Sequence[Callable[[], torch.Tensor]],
-        calls: Sequence[Callable[[], Any]] = (),
+        self, losses: Sequence[Callable[[], torch.Tensor]], calls: Sequence[Callable[[], Any]] = ()
     ) -> tuple[list[torch.Tensor], list[Any]]:
         """Runs calls of the model, block by block. Returns the detached losses, whose gradients are
         added to those before, and the results of `calls`, which run without gradients: see

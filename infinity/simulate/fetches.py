@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from infinity.simulate.cache import Visit, visits
-from infinity.simulate.log import (
-    CHECKPOINT_READ,
-    COMPUTE,
-    D2H,
-    H2D,
-    NUM_STEPS,
-    READ,
-    OperationLog,
-)
+from infinity.simulate.log import CHECKPOINT_READ, COMPUTE, D2H, H2D, NUM_STEPS, READ, OperationLog
 from infinity.simulate.memory import inputs_nbytes, kept_shards
 from infinity.simulate.order import Move, Use, moves
 from infinity.simulate.spec import UnitLoad

@@ -51,11 +51,7 @@ class UpdateDevice:
 
 
 def settled(
-    update_on: UpdateOn,
-    moments: str,
-    *,
-    shares_host_memory: bool,
-    update_nbytes: int,
+    update_on: UpdateOn, moments: str, *, shares_host_memory: bool, update_nbytes: int
 ) -> UpdateDevice | None:
     """Returns the decision if it needs no rates, else None. `moments`: their format, as in
     `[precision]`; `update_nbytes`: the bytes that a step's update reads and writes."""

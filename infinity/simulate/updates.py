@@ -106,12 +106,7 @@ class UnitUpdates:
         duration_s = moved_nbytes / self._log.rates.update
         return self._log.add(self._log.update_track, "new weights", duration_s, after=after)
 
-    def update(
-        self,
-        unit: int,
-        weights_ready: int | None,
-        begins: int | None = None,
-    ) -> int:
+    def update(self, unit: int, weights_ready: int | None, begins: int | None = None) -> int:
         """Reads state a segment at a time, updates it and writes it back; then writes the weights.
         State that is not read ahead is read after `begins`; None: after the decision."""
         job, load = self._log.job, self._log.job.units[unit]
@@ -212,11 +207,7 @@ class UnitUpdates:
         return load.weights == "device" and self._log.job.updates_on_device and is_of_device
 
     def _update_on_device(
-        self,
-        load: UnitLoad,
-        name: str,
-        share: Callable[[int], int],
-        before: Sequence[int | None],
+        self, load: UnitLoad, name: str, share: Callable[[int], int], before: Sequence[int | None]
     ) -> int:
         """Adds the update of a segment by the device. State that rests elsewhere moves there, and
         what is changed of it returns; state that rests on the device is updated where it is."""

@@ -19,22 +19,11 @@ from dataclasses import dataclass
 
 from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_down, align_up, format_nbytes
-from infinity.state.units import (
-    MOMENT_KINDS,
-    STATE_GRANULE,
-    STATE_ITEM_NBYTES,
-    StateKind,
-    Unit,
-)
+from infinity.state.units import MOMENT_KINDS, STATE_GRANULE, STATE_ITEM_NBYTES, StateKind, Unit
 from infinity.tiers.ranges import rounded_nbytes
 
 # By traffic per step: parameters move twice per micro-batch, gradients once, the rest once a step.
-_PLACING_ORDER = (
-    StateKind.PARAMETERS,
-    StateKind.GRADIENTS,
-    StateKind.MASTER,
-    *MOMENT_KINDS,
-)
+_PLACING_ORDER = (StateKind.PARAMETERS, StateKind.GRADIENTS, StateKind.MASTER, *MOMENT_KINDS)
 
 _BUDGET_KEYS = {
     "device": "tiers.device.capacity",

@@ -22,11 +22,7 @@ from infinity import _core
 from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import MIB, format_nbytes
 from infinity.storage.arena import Arena
-from infinity.storage.probe import (
-    explain_missing_uring,
-    explain_refused_rings,
-    grants_ring_flags,
-)
+from infinity.storage.probe import explain_missing_uring, explain_refused_rings, grants_ring_flags
 from infinity.storage.protocol import (
     DeviceStats,
     EngineStats,

@@ -75,13 +75,11 @@ def judge_probe_failure(
     """Explains one failed probe. `sysctl` is the value of kernel.io_uring_disabled, if any."""
     if step == "build":
         return Refusal(
-            "this build has no liburing",
-            "Install liburing-dev and build infinity-offload again.",
+            "this build has no liburing", "Install liburing-dev and build infinity-offload again."
         )
     if step in ("features", "opcodes"):
         return Refusal(
-            f"kernel {kernel} is too old (5.11 is needed, 6.1 recommended)",
-            "Boot a newer kernel.",
+            f"kernel {kernel} is too old (5.11 is needed, 6.1 recommended)", "Boot a newer kernel."
         )
     refusal = f"{step} returned {errno.errorcode.get(code, str(code))}"
     if code == errno.EPERM and sysctl not in (None, "0"):

@@ -129,11 +129,7 @@ def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
 
 
 def share_with_spares(
-    spaces: Sequence[PathSpace],
-    sizes_nbytes: Sequence[int],
-    spare_nbytes: int,
-    *,
-    num_spares: int,
+    spaces: Sequence[PathSpace], sizes_nbytes: Sequence[int], spare_nbytes: int, *, num_spares: int
 ) -> list[PathSpace]:
     """Returns the capacities without the space that spare files take.
 

@@ -169,11 +169,7 @@ class FaultyEngine(WrappedEngine):
         return None
 
     def _submit_with(
-        self,
-        fault: Fault,
-        operation: Operation,
-        segments: Sequence[Segment],
-        priority: Priority,
+        self, fault: Fault, operation: Operation, segments: Sequence[Segment], priority: Priority
     ) -> _FaultyTicket:
         ready_at = time.monotonic() + fault.delay_s
         if fault.errno:

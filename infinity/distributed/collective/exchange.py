@@ -188,10 +188,7 @@ class DeviceExchange:
                 ranges = [PlacedRange(0, 0, 0, nbytes)]
                 copies.append(self.give(nothing, ranges, is_of_node=gathers is self._of_node))
         most = self._sum_part_nbytes // torch.float32.itemsize
-        return [
-            *copies,
-            *(self.sum_nothing(torch.float32, n) for n in sorted({1, most})),
-        ]
+        return [*copies, *(self.sum_nothing(torch.float32, n) for n in sorted({1, most}))]
 
     def take(self, region: Region) -> None:
         """Takes the memory of a region that an all-gather will fill. For the thread that

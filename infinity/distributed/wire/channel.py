@@ -14,12 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy
 
-from infinity.distributed.wire.node_memory import (
-    BounceBuffer,
-    Bytes,
-    MappedMemory,
-    bytes_of,
-)
+from infinity.distributed.wire.node_memory import BounceBuffer, Bytes, MappedMemory, bytes_of
 from infinity.distributed.wire.protocol import (
     HEADER,
     IN_MEMORY,

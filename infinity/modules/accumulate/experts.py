@@ -38,12 +38,7 @@ from typing_extensions import override
 
 from infinity.modules.autograd.uses import UnitUses
 from infinity.modules.tiling.experts import TiledExperts
-from infinity.modules.tiling.experts_call import (
-    ExpertsCall,
-    Runner,
-    go_backward,
-    go_forward,
-)
+from infinity.modules.tiling.experts_call import ExpertsCall, Runner, go_backward, go_forward
 from infinity.streaming.inputs.activations import InputStore, WaitingMemory, place_of
 
 
@@ -231,9 +226,7 @@ class ExpertsSchedule(Runner):
             go_forward(calls, self._present if self._away.intersection(calls) else None)
 
     def probe(
-        self,
-        calls: Sequence[SuspendedExperts],
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        self, calls: Sequence[SuspendedExperts], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
         """Takes the gradient of the last output of experts that has none yet. pairs: outputs of the
         repeated block and their gradients."""
@@ -262,9 +255,7 @@ class ExpertsSchedule(Runner):
             suspended.out = None
 
     def go_backward(
-        self,
-        calls: Sequence[list[SuspendedExperts]],
-        probe: Callable[[Sequence[int]], None],
+        self, calls: Sequence[list[SuspendedExperts]], probe: Callable[[Sequence[int]], None]
     ) -> None:
         """Computes the gradients of all calls of experts, those of the last module first.
 

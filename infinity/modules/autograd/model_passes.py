@@ -17,11 +17,7 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.modules.accumulate.layer_major import (
-    LayerMajorSchedule,
-    Passenger,
-    ScheduleParts,
-)
+from infinity.modules.accumulate.layer_major import LayerMajorSchedule, Passenger, ScheduleParts
 from infinity.modules.autograd.grads import ParamGrads
 from infinity.modules.autograd.hooks import (
     BackwardCalls,

@@ -149,10 +149,7 @@ class ParamTable:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        params: Iterable[OffloadedParam],
-        tiled: Mapping[str, TiledParam],
+        self, model: nn.Module, params: Iterable[OffloadedParam], tiled: Mapping[str, TiledParam]
     ) -> None:
         self._model = model
         self.params = list(params)

@@ -26,13 +26,7 @@ import torch
 from typing_extensions import override
 
 from infinity.errors import UnsupportedError
-from infinity.modules.handles.torch_functions import (
-    TENSOR,
-    StandIn,
-    map_tensors,
-    members,
-    written,
-)
+from infinity.modules.handles.torch_functions import TENSOR, StandIn, map_tensors, members, written
 from infinity.private.torch import DisableTorchFunctionSubclass
 
 

@@ -49,12 +49,7 @@ from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.handles.handle import Handle, backward_of_handles, find_handles, refuse_swap
 from infinity.modules.handles.originals import followed, plain_swap_tensors
 from infinity.modules.handles.torch_functions import TENSOR
-from infinity.private.torch import (
-    FunctionBase,
-    ScriptFunction,
-    ScriptMethod,
-    SingleLevelFunction,
-)
+from infinity.private.torch import FunctionBase, ScriptFunction, ScriptMethod, SingleLevelFunction
 
 _log = logging.getLogger("infinity")
 

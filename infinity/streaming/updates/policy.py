@@ -87,12 +87,7 @@ class EarlyPolicy:
         return 0 < self._arrived[unit] == self._expected[unit]
 
     def end_step(
-        self,
-        *,
-        num_undone: int,
-        is_clipped: bool,
-        missed: Sequence[int],
-        wait_share: float,
+        self, *, num_undone: int, is_clipped: bool, missed: Sequence[int], wait_share: float
     ) -> None:
         """The optimizer has decided. `num_undone`: early updates that were taken back. `missed`:
         planned units that the backward did not get to. `wait_share`: the part of the step that

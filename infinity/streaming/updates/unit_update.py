@@ -145,9 +145,7 @@ class ChunkUpdates:
             self.ring.give_back(staged)
 
     def try_next(
-        self,
-        update: UnitUpdate,
-        then: Callable[[BaseException | None], None],
+        self, update: UnitUpdate, then: Callable[[BaseException | None], None]
     ) -> LooseWork | None:
         """As `run_next` where the state of the chunk was read ahead and is there; never waits for
         it. Returns the update of the chunk, which needs no lock, and its end, which calls `then`

@@ -33,12 +33,7 @@ from infinity.state.store import StateStore, Transfer
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
 from infinity.streaming.gradients.store import GradientStore
-from infinity.streaming.updates.record import (
-    StepRecord,
-    StepRunner,
-    UpdatedWeights,
-    UpdateSettings,
-)
+from infinity.streaming.updates.record import StepRecord, StepRunner, UpdatedWeights, UpdateSettings
 from infinity.streaming.updates.staging_ring import StagingRing
 from infinity.streaming.updates.turns import UpdateTurns
 from infinity.streaming.updates.unit_update import ChunkUpdates, updates_of
