@@ -214,6 +214,7 @@ def test_slices_of_the_head_have_the_loss_and_the_gradients_of_all_rows(
         ({"teacher": "scores.jsonl"}, None, "cannot be read"),
         ({"teacher": "scores.jsonl"}, {"top_k": 0}, "infinity score --top-k N"),
         ({"teacher": "text.txt"}, None, "cannot be read"),
+        ({"teacher": "output"}, None, "output.directory and train.distill.teacher are the same"),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_refused_before_weights_are_read(

@@ -342,6 +342,7 @@ def test_a_reward_that_fails_is_named_with_its_step_and_its_prompts(
         ({"rewards": []}, "expected rewards, reward_model or both"),
         ({"max_completion_length": 64}, "max_completion_length: expected at most 63: a prompt"),
         ({"reward_model": "nowhere"}, "expected a directory of a model; got "),
+        ({"reward_model": "output"}, "output.directory and train.grpo.reward_model are the same"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_tier_is_touched(

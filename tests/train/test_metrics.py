@@ -211,6 +211,7 @@ def test_metrics_in_a_place_that_has_another_use_are_refused(tmp_path):
     (base / "model.jsonl").write_text("weights")
     (tmp_path / "text.jsonl").write_text(line(1) + "\n")
     table = {
+        "train": {"steps": 1, "batch_size": 1},
         "tiers": {"nvme": [{"path": str(output / "swap")}]},
         "model": {"path": str(base)},
         "checkpoint": {"directory": str(output / "state" / "steps")},

@@ -105,10 +105,9 @@ class OutputDirectory:
         directory, config = self.path, self._config
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"output.directory: {directory} is no directory")
-        if config.model.path is not None:
-            _refuse_same(directory, config.model.path, "model.path")
-        for index, tier in enumerate(config.tiers.nvme):
-            _refuse_same(directory, tier.path, f"tiers.nvme[{index}].path")
+        for key, place in _directories_of_others(config):
+            if os.path.realpath(directory) == os.path.realpath(place):
+                raise ConfigError(f"output.directory and {key} are the same directory, {directory}")
         _refuse_metrics(config, is_new=resumed is None)
         make_directory(directory)
         with reporting("write", directory), tempfile.TemporaryFile(dir=directory):
@@ -186,12 +185,20 @@ def _refuse_metrics(config: JobConfig, *, is_new: bool) -> None:
 def _places_of_others(config: JobConfig) -> Iterator[tuple[str, Path]]:
     """Yields (key, path) of what a run reads, and of what it writes beside its metrics."""
     yield "checkpoint.directory", config.checkpoint_directory
+    yield from _directories_of_others(config)
+    for source in (*config.data.paths, *config.data.eval_paths):
+        yield "data", source.location
+
+
+def _directories_of_others(config: JobConfig) -> Iterator[tuple[str, Path]]:
     for index, tier in enumerate(config.tiers.nvme):
         yield f"tiers.nvme[{index}].path", tier.path
     if config.model.path is not None:
         yield "model.path", config.model.path
-    for source in (*config.data.paths, *config.data.eval_paths):
-        yield "data", source.location
+    if config.train.distill is not None:
+        yield "train.distill.teacher", config.train.distill.teacher
+    if config.train.grpo is not None and config.train.grpo.reward_model is not None:
+        yield "train.grpo.reward_model", config.train.grpo.reward_model
 
 
 def _lock_of(output: Path) -> Path:
@@ -245,8 +252,3 @@ def _try_lock(fd: int, path: Path) -> bool:
             path.parent, os.strerror(error.errno or 0),
         )  # fmt: skip
         return True
-
-
-def _refuse_same(directory: Path, other: Path, key: str) -> None:
-    if os.path.realpath(directory) == os.path.realpath(other):
-        raise ConfigError(f"output.directory and {key} are the same directory, {directory}")
