@@ -72,7 +72,7 @@ def fill(file: Path, trainer: Any) -> None:
         "loss": f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else "",
         "time": f"{times_s[-1]:,.0f} s" if times_s else "",
     }
-    text = f"# {base or 'adapter'}: {how}\n\n"
+    text = f"# {base.partition(',')[0] or 'adapter'}: {how}\n\n"
     if _OF_TRL in card.text:
         text = card.text.partition(_HEADING)[0].strip().replace(_NAMELESS, base) + "\n" + _HEADING
     file.write_text(card_of(data, text, rows), encoding="utf-8")

@@ -88,7 +88,7 @@ class DropIn:
         plain_post_init: Any = TrainingArguments.__post_init__
 
         def load(cls: Any, path: Any = None, *args: Any, **options: Any) -> Any:
-            is_foreign = path is None or args or {"gguf_file", "subfolder"} & options.keys()
+            is_foreign = path is None or args or any(map(options.get, ("gguf_file", "subfolder")))
             directory = None if is_foreign else _directory_of(path, options)
             if directory is None:
                 return plain_load(cls, path, *args, **options)

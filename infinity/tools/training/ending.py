@@ -118,7 +118,7 @@ def model_card(config: JobConfig, summary: Summary, kind: str, lines: Sequence[L
         ),
         "time": clock_of(numbers["time"]["steps_s"]),
     }
-    return card_of(data, f"# {base}: {how}\n\n", rows)
+    return card_of(data, f"# {base.partition(',')[0]}: {how}\n\n", rows)
 
 
 def notify(
