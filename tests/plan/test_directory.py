@@ -243,6 +243,12 @@ def test_what_a_directory_lacks_is_named(directory: Path, tmp_path: Path) -> Non
     (directory / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match=r"download model.safetensors.index.json"):
         read_directory(directory)
+    (directory / "model-00001-of-00003.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"download model.safetensors.index.json"):
+        read_directory(directory)
+    (directory / "model-00003-of-00003.safetensors").rename(directory / "gptq-4bit.safetensors")
+    with pytest.raises(ConfigError, match=r"'gptq-4bit.safetensors'; rename it to model"):
+        read_directory(directory)
     for keys, words in (
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),

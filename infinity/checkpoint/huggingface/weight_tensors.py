@@ -10,6 +10,7 @@ import errno
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -237,6 +238,7 @@ _LAYOUTS = {
     "*.gguf": "`infinity convert {0}/{1} -o DIR` makes safetensors of it",
     "*.safetensors": f"download {INDEX_NAME}, a small file that says which tensor is where",
 }
+_A_PART = re.compile("-of-|adapter")  # The name of a shard, or of an adapter.
 
 
 def has_weights(path: Path) -> bool:
@@ -250,6 +252,8 @@ def _no_weights(path: Path) -> ConfigError:
         names = sorted(str(file.relative_to(path)) for file in path.glob(pattern))
         if names:
             hint = "" if pattern[0] == "*" else "; or download model*.safetensors, if there are any"
+            if pattern == "*.safetensors" and len(names) == 1 and not _A_PART.search(names[0]):
+                remedy = f"rename it to {SINGLE_NAME}, which is read"
             return ConfigError(
                 f"{said}, but {listed(names)}; {remedy.format(path, names[0])}{hint}"
             )
