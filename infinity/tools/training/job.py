@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from infinity.config.paths import is_adapter
 from infinity.errors import CapacityError, ConfigError
 from infinity.integrations.card import versions
 from infinity.integrations.evaluation import MOST_BATCHES
-from infinity.integrations.rollouts import AdapterReward
 from infinity.integrations.sampler import ServerSampler
 from infinity.modules.reading.configuration import end_of_head, model_for_text, positions_of
 from infinity.modules.tiling.layers import Tiled
@@ -43,13 +41,7 @@ from infinity.tools.training.job_data import (
     refuse_stranger,
 )
 from infinity.tools.training.latents import cache_of, measure_images
-from infinity.tools.training.methods import (
-    batch_of,
-    build_reward,
-    classes_of,
-    measure_prompts,
-    sampler_of,
-)
+from infinity.tools.training.methods import batch_of, classes_of, measure_prompts, sampler_of
 from infinity.tools.training.model import ModelPlan, build_model, build_reference, plan_model
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
@@ -115,10 +107,8 @@ def prepare(
     sampler = sampler_of(config)
     read = read_model(config)
     model = build_model(read[0], config, configs[1:])
-    reward = build_reward(model, read[0], config, read[1])
-    prepare_one = partial(_prepare, sampler=sampler, reward=reward, started_s=started_s)
     jobs = [
-        prepare_one(config, stack, resume, rank, model, *read)
+        _prepare(config, stack, resume, rank, model, *read, sampler=sampler, started_s=started_s)
         for config, resume in zip(configs, resumed, strict=True)
     ]
     has_text = jobs[0].tokenizer is not None and jobs[0].data.processor is None
@@ -140,7 +130,6 @@ def _prepare(
     prompt_ids: list[int],
     *,
     sampler: ServerSampler | None,
-    reward: AdapterReward | None,
     started_s: float,
 ) -> Job:
     output = None
@@ -172,7 +161,7 @@ def _prepare(
             )
         _check_data_memory(config, data, rank)
     reference = build_reference(config)
-    trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference, reward=reward)
+    trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference)
     if config.train.diffusion is not None:
         trainer.denoising = Denoising(config)
     if config.train.distill is not None and tokenizer is not None:

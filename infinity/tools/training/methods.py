@@ -6,7 +6,6 @@ scores sequences. Written against transformers 5.23 and TRL 1.16.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -24,17 +23,18 @@ from typing import Any
 import torch
 
 from infinity.config.paths import is_adapter
+from infinity.config.schema import changed
 from infinity.config.schema.train import Grpo, Train
 from infinity.config.swap import JobConfig
 from infinity.errors import ConfigError, listed, refusing
 from infinity.integrations.rollouts import AdapterReward, generates
 from infinity.integrations.sampler import ServerSampler
-from infinity.modules.reading.configuration import auto_class, empty_model
+from infinity.modules.reading.configuration import empty_model
 from infinity.tools.training.adapter import attach_scorer, num_labels_of
 from infinity.tools.training.chat import CHATML
 from infinity.tools.training.embedding import batches
 from infinity.tools.training.job_data import JobData
-from infinity.tools.training.model import ModelPlan
+from infinity.tools.training.model import plan_model
 from infinity.tools.training.settle import tokenizer_of
 from infinity.tools.training.tokenizers import Tokenizer, open_same
 
@@ -125,10 +125,11 @@ def measuring(trainer: Any) -> Callable[[], dict[str, float]]:
     return means
 
 
-def rewards_of(options: Grpo, beside: AdapterReward | None) -> list[Any]:
+def rewards_of(config: JobConfig, model: Any, tokenizer: Tokenizer | None) -> list[Any]:
     """Returns reward functions, and the directory of a reward model, which TRL loads into memory,
-    or the one `beside` the trained adapter. Raises ConfigError for one that is not there."""
-    found: list[Any] = []
+    or one that is attached to `model` as an adapter. Raises ConfigError for one that cannot be."""
+    options, found = config.train.grpo, list[Any]()
+    assert options is not None
     sys.path.append(os.getcwd())  # Where `python -m` finds modules, too.
     remedy = f"; expected module:function, of a module that Python finds from {os.getcwd()}"
     for name in options.rewards:
@@ -137,33 +138,32 @@ def rewards_of(options: Grpo, beside: AdapterReward | None) -> list[Any]:
             if not callable(found[-1]):
                 raise TypeError(f"it is a {type(found[-1]).__name__}")
     path = options.reward_model
-    if beside is None and path is not None and not (path / "config.json").is_file():
+    if path is None:
+        return found
+    if is_adapter(path):
+        return [*found, _adapter_reward(path, config, model, tokenizer)]
+    if not (path / "config.json").is_file():
         raise ConfigError(f"train.grpo.reward_model: expected a directory of a model; got {path}")
-    return found if path is None else [*found, beside or str(path)]
+    return [*found, str(path)]
 
 
-def build_reward(
-    model: Any, plan: ModelPlan, config: JobConfig, tokenizer: Tokenizer | None
-) -> AdapterReward | None:
-    """Attaches the adapter of `train.grpo.reward_model` to the model of `build_model`. Returns what
-    rewards with it, or None where the run has none. Raises ConfigError."""
-    path = config.train.grpo and config.train.grpo.reward_model
-    if not path or not is_adapter(path):
-        return None
+def _adapter_reward(
+    path: Path, config: JobConfig, model: Any, tokenizer: Tokenizer | None
+) -> AdapterReward:
     where = f"train.grpo.reward_model: {path}"
-    if config.adapter is None or plan.weights is None or tokenizer is None:
+    if config.adapter is None or tokenizer is None:
         raise ConfigError(
             f"{where} is an adapter, which scores over the frozen base of [adapter]; expected "
             "[adapter], or the directory of a whole model (infinity merge makes one)"
         )
     if (num_labels := num_labels_of(path)) != 1:
         raise ConfigError(f"{where} gives {num_labels or 'no'} scores; expected one")
-    hf_config = copy.deepcopy(plan.hf_config)
-    hf_config.num_labels = num_labels
-    trusts_code = config.model.trust_remote_code
-    kind = auto_class(hf_config, where, trusts_code=trusts_code, purpose="scores sequences")
-    dtype = getattr(torch, config.precision.compute_dtype)
-    scorer = empty_model(hf_config, dtype, where, trusts_code=trusts_code, kind=kind)
+    plan = plan_model(config.model, changed(config.train, {"method": "reward"}))
+    scorer = empty_model(
+        plan.hf_config, getattr(torch, config.precision.compute_dtype), where,
+        trusts_code=config.model.trust_remote_code, kind=plan.model_class,
+    )  # fmt: skip
+    assert plan.weights is not None  # Which [adapter] needs.
     attach_scorer(model, scorer, path, plan.weights, any_base=config.adapter.any_base)
     writer = tokenizer.for_records()
     if tokenizer_of(path).value != "bytes":

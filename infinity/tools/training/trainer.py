@@ -30,7 +30,7 @@ from infinity.config import JobConfig, Optimizer
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, NonFiniteError, refusing
 from infinity.integrations.hf import OffloadedTrainer
-from infinity.integrations.rollouts import AdapterReward, generates
+from infinity.integrations.rollouts import generates
 from infinity.modules.reading.adapters import adapter_of, names_of_adapters
 from infinity.modules.tiling.split import named_parameters_of
 from infinity.optimizers.algorithms import OPTIMIZERS
@@ -112,11 +112,9 @@ def make_trainer(
     rank: JobRank,
     *,
     reference: Any = None,
-    reward: AdapterReward | None = None,
 ) -> Any:
     """Returns TRL's trainer over a model on meta, with the data prepared. It trains when the model
-    is offloaded and `prepare_trainer` has taken it. `reference` is that of `build_reference`,
-    `reward` that of `build_reward`.
+    is offloaded and `prepare_trainer` has taken it. `reference` is that of `build_reference`.
 
     Raises ConfigError for data that TRL refuses, and for too little of it.
     """
@@ -130,7 +128,9 @@ def make_trainer(
     if config.train.facts.purpose == "scores sequences":  # Whose end is found by this token.
         processing.pad_token = processing.pad_token or processing.eos_token
         model.config.get_text_config().pad_token_id = processing.pad_token_id
-    own: dict[str, Any] = {} if grpo is None else {"reward_funcs": rewards_of(grpo, reward)}
+    own: dict[str, Any] = {}
+    if grpo is not None:
+        own["reward_funcs"] = rewards_of(config, model, tokenizer)
     trained = model
     if config.train.embed is not None and tokenizer is not None:
         trained, processing = wrapped(model, config, tokenizer), None
