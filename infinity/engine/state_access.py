@@ -94,8 +94,16 @@ class StateAccess:
         """Whether the unit has state of this kind on any tier."""
         return self.store.location(unit, kind) is not None
 
-    def parts(self, unit: Unit, kind: StateKind, *, keep: bool = False) -> Iterator[Part]:
-        """Yields every element of a state kind once, tensor by tensor in memory order.
+    def parts(
+        self,
+        unit: Unit,
+        kind: StateKind,
+        *,
+        keep: bool = False,
+        only: TensorSpec | None = None,
+    ) -> Iterator[Part]:
+        """Yields every element of a state kind once, tensor by tensor in memory order. `only`: no
+        more than the part of this tensor need be read.
 
         With `keep`, nothing is read: the caller fills the `values` of every part, and the parts are
         written to the location of the state. The state of a full unit that is sharded is read from
@@ -107,7 +115,7 @@ class StateAccess:
         if self.partition is not None and unit.index < len(self.partition.full_units):
             assert not keep, "each rank writes its own shard"
             return self._from_all_ranks(self.partition, unit, kind)
-        return self._state(unit, kind, keep=keep)
+        return self._state(unit, kind, keep, only)
 
     def pages(
         self, unit: Unit, kind: StateKind, start_nbytes: int, stop_nbytes: int
@@ -144,19 +152,24 @@ class StateAccess:
         finally:
             self.weight_cache.check_in(unit.index, dirty_nbytes=unit.weight_nbytes if keep else 0)
 
-    def _state(self, unit: Unit, kind: StateKind, *, keep: bool) -> Iterator[Part]:
+    def _state(
+        self, unit: Unit, kind: StateKind, keep: bool, only: TensorSpec | None
+    ) -> Iterator[Part]:
         dtype = unit.dtype(kind)
         if dtype is None or not unit.state_numel:
             return
         host_view = self.store.host_view(unit, kind)
         if host_view is not None:
-            for spec in unit.trainable():
+            for spec in unit.trainable() if only is None else (only,):
                 start, stop = spec.state_offset, spec.state_offset + spec.numel
                 yield from _parts(unit, kind, host_view, unit.state_numel, spec, start, stop)
             return
         nbytes = min(self.chunk_nbytes, unit.state_numel * STATE_ITEM_NBYTES)
         with _LentBlock(self.store, self.pool, nbytes, f"{kind.value} of {unit.name}") as lent:
             for chunk in chunk_unit(unit, self.chunk_nbytes):
+                slices = [part for part in chunk.slices if only in (None, part.tensor)]
+                if only is not None and not slices:
+                    continue
                 offset_nbytes, nbytes = chunk.offset_nbytes(kind), chunk.nbytes(kind)
                 if keep:
                     self.pool.tensor(lent.block).zero_()  # Clears the padding between tensors.
@@ -164,7 +177,7 @@ class StateAccess:
                     lent.read(unit, kind, offset_nbytes, nbytes)
                 memory = self.pool.tensor(lent.block)[:nbytes]
                 numel = chunk.stop - chunk.start
-                for part in chunk.slices:
+                for part in slices:
                     start = part.state_start - chunk.start
                     stop = start + part.stop - part.start
                     for inner in _parts(unit, kind, memory, numel, part.tensor, start, stop):

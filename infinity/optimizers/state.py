@@ -186,7 +186,7 @@ def read_moment(engine: Engine, param: OffloadedParam, kind: StateKind) -> torch
     facts, numel = param.spec.facts, param.spec.numel
     flat = torch.empty(numel)
     with engine.at_rest("optimizer.state") as state:
-        for part in state.parts(param.unit, kind):
+        for part in state.parts(param.unit, kind, only=param.spec):
             if part.spec is param.spec:
                 values = part.wide(kind)
                 flat[part.start : part.start + values.numel()] = values

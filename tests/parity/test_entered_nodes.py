@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,9 +45,9 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     units: list[int] = []
     real = UnitUses.enter
 
-    def enter(uses: UnitUses, of_use: list[int], **options: bool) -> None:
+    def enter(uses: UnitUses, of_use: list[int], *lent: Any, **options: bool) -> None:
         units.extend(of_use)
-        real(uses, of_use, **options)
+        real(uses, of_use, *lent, **options)
 
     monkeypatch.setattr(UnitUses, "enter", enter)
     return units

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -59,6 +60,19 @@ class Chain(nn.Sequential):
         return super().forward(x).square().mean()
 
 
+class Loose(nn.Module):
+    """One unit of small parameters, which functions outside of their module use."""
+
+    def __init__(self, num_params: int) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList(torch.ones(4) for _ in range(num_params))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gain in self.gains:
+            x = x * gain
+        return x.square().mean()
+
+
 def calls_of_a_step(
     model: nn.Module, width: int, device: SimulatedDevice | None = None
 ) -> Counter[str]:
@@ -77,19 +91,27 @@ def calls_of_a_step(
         optimizer.step()
         optimizer.zero_grad()
 
+    def look() -> None:
+        for gain in model.gains:
+            gain.data.mul_(optimizer.state[gain]["exp_avg"].max() + 1)
+        with infinity.gather(model, modify=True):
+            assert all(gain.data.any() for gain in model.gains)
+
     for _ in range(3):  # The order of uses is learned, the update runs from the second on.
         step()
     calls = counted(step)
+    if isinstance(model, Loose):  # Its units are its parameters.
+        calls = counted(lambda: (step(), look()), {"call", "c_call"})
     infinity.engine_of(model).close()
     return calls
 
 
-def counted(run: Callable[[], None]) -> Counter[str]:
+def counted(run: Callable[[], Any], events: Collection[str] = ("call",)) -> Counter[str]:
     calls: Counter[str] = Counter()
 
     def note(frame: Any, event: str, argument: Any) -> None:
         path = frame.f_code.co_filename
-        if event == "call" and path.startswith(PACKAGE) and not path.startswith(DOUBLES):
+        if event in events and path.startswith(PACKAGE) and not path.startswith(DOUBLES):
             calls[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"] += 1
 
     sys.setprofile(note)
@@ -109,11 +131,11 @@ def test_a_unit_costs_few_calls_of_python_functions_in_a_model_of_any_size() -> 
     assert abs((many.total() - more.total()) / 16 - per_unit) <= 0.02 * per_unit
 
 
-def test_a_use_costs_as_much_among_180_units_as_among_60() -> None:
-    """On a device that has space for forty, with uses and gradients of each unit."""
-    few, many = (
-        calls_of_a_step(Chain(count), 4, SimulatedDevice(delay_s=0)) for count in (60, 180)
-    )
+@pytest.mark.parametrize("model", [Chain, Loose])
+def test_a_use_costs_as_much_among_180_units_as_among_60(model: Any) -> None:
+    """With uses and gradients of each, and on a device that has space for forty."""
+    device = SimulatedDevice if model is Chain else lambda delay_s: None
+    few, many = (calls_of_a_step(model(count), 4, device(delay_s=0)) for count in (60, 180))
     grown = {name: (few[name] / 60, many[name] / 180) for name in many}
     most = sorted(grown, key=lambda name: grown[name][0] - grown[name][1])[:8]
     assert many.total() / 180 <= 1.1 * few.total() / 60, {name: grown[name] for name in most}

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import get_ident
@@ -44,6 +44,7 @@ from infinity.modules.autograd.forward_nodes import (
     nodes_since,
 )
 from infinity.modules.autograd.outputs import detach_from_parameters
+from infinity.modules.autograd.param import OffloadedParam
 from infinity.modules.autograd.threads import (
     LOOKS_S,
     PATIENCE_S,
@@ -71,6 +72,7 @@ class ModuleCall:
     """One call of a hooked module, or one use of single units, from forward to end of backward."""
 
     units: list[int]
+    lent: Sequence[OffloadedParam] = ()  # See `UnitUses.enter`.
     backward_id: int = OUTSIDE_BACKWARD
     exits_left: int = 0
     streams: set[Hashable] = dataclasses.field(default_factory=set)  # Of its backward so far.
@@ -156,7 +158,7 @@ class BackwardCalls:
         if running not in self.armed:
             self._begin_alone(lambda: self._arm(running), is_backward=True)
         with UNINTERRUPTED:
-            self._uses.enter(call.units)
+            self._uses.enter(call.units, call.lent)
             if self._uses.current_stream is not None:
                 call.streams = {self._uses.current_stream()}
             call.backward_id = running
@@ -169,7 +171,7 @@ class BackwardCalls:
         first = get_sequence_nr()
 
         def made(inputs: tuple[torch.Tensor | None, ...], outputs: Any) -> None:
-            self.watch(ModuleCall(call.units), nodes_since(first, inputs))
+            self.watch(ModuleCall(call.units, call.lent), nodes_since(first, inputs))
 
         current_autograd_node().register_hook(made)
 

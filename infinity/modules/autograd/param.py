@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import EllipsisType
@@ -113,15 +114,16 @@ def increment_versions(params: Sequence[OffloadedParam]) -> None:
     """Records a change by the engine: a backward that saved an old value raises, as in plain
     PyTorch."""
     torch.autograd.graph.increment_version([param.compute for param in params])
-    settle([param for param in params if not param.in_unit.is_shown])
+    settle([param for param in params if not (u := param.in_unit).is_shown and param not in u.lent])
 
 
 class UnitParams:
     """The parameters of one unit, as every use of it walks through them.
 
-    is_shown: modules show the compute parameters, and not the handles. `versions`: those of the
-    compute parameters when their last use began, or ended. `replaced`: the numbers of those whose
-    `.data` was assigned since the modules began to show them.
+    is_shown: modules show the compute parameters, and not the handles. `lent`: if they do not, the
+    parameters that functions outside the modules use. `versions`: those of the compute parameters
+    when their last use began, or ended. `replaced`: the numbers of those whose `.data` was assigned
+    in this use.
     """
 
     def __init__(self, params: list[OffloadedParam]) -> None:
@@ -134,8 +136,14 @@ class UnitParams:
         owners = {id(module): module for module, _, _ in self.places}
         self.rnns = [module for module in owners.values() if isinstance(module, nn.RNNBase)]
         self.is_shown, self.versions, self.replaced = False, self.versions_now(), set[int]()
+        self.lent = set[OffloadedParam]()
         for number, param in enumerate(params):
             param.number, param.in_unit = number, self
+
+    @property
+    def used(self) -> Collection[OffloadedParam]:
+        """See `ParamTable.used`."""
+        return self.params if self.is_shown else self.lent
 
     def versions_now(self) -> list[int]:
         """The present versions of the compute parameters."""
@@ -163,10 +171,12 @@ class ParamTable:
             by_unit.setdefault(param.unit.index, []).append(param)
         self._by_unit = {unit: UnitParams(params) for unit, params in by_unit.items()}
         self._none = UnitParams([])
-        self._by_storage: dict[int, list[OffloadedParam]] = {}
-        for param in self.params:
-            storage = param.compute.untyped_storage()._cdata
-            self._by_storage.setdefault(storage, []).append(param)
+        # In the order of their first bytes, which are in the second list.
+        self._by_storage: dict[int, tuple[list[OffloadedParam], list[int]]] = {}
+        for param in sorted(self.params, key=lambda param: _span(param.place)):
+            found = self._by_storage.setdefault(param.compute.untyped_storage()._cdata, ([], []))
+            found[0].append(param)
+            found[1].append(_span(param.place)[0])
 
     # -- Showing ---------------------------------------------------------------------------------
 
@@ -191,20 +201,23 @@ class ParamTable:
     def show_parameters(self, unit: int) -> None:
         """Replaces the handles of a unit with its compute parameters."""
         here = self._by_unit[unit]
+        if here.is_shown:
+            return
         for module, attribute, param in here.places:
             if module._parameters.get(attribute) is param.handle:
                 module._parameters[attribute] = param.compute
             else:
                 param.show(param.compute, param.handle)
-        here.is_shown, here.versions = True, here.versions_now()
-        here.replaced.clear()
+        here.is_shown = True
+        if not here.lent:
+            here.versions = here.versions_now()
         if here.rnns:
             _refresh(here.rnns)
 
     def show_handles(self, unit: int) -> None:
         """Replaces the compute parameters of a unit with its handles."""
         here = self._by_unit[unit]
-        for module, attribute, param in here.places:
+        for module, attribute, param in here.places if here.is_shown else ():
             if module._parameters.get(attribute) is param.compute:
                 module._parameters[attribute] = param.handle
             else:
@@ -215,27 +228,39 @@ class ParamTable:
     def settle(self, unit: int) -> None:
         """Records that the engine has taken over every change of a unit, which shows handles."""
         here = self._by_unit.get(unit, self._none)
-        here.is_shown, here.versions = False, here.versions_now()
+        if here.is_shown:
+            here.is_shown, here.versions = False, here.versions_now()
+        else:
+            settle(here.lent)
+        here.lent.clear()
+        here.replaced.clear()
 
     def moved_away(self, unit: int) -> list[OffloadedParam]:
         """Returns the parameters of a unit that `.data =` has moved out of the unit's region."""
         here = self._by_unit.get(unit, self._none)
-        if all(map(torch.Tensor.is_set_to, here.computes, here.memory)):
+        if here.is_shown and all(map(torch.Tensor.is_set_to, here.computes, here.memory)):
             return []  # Mostly; without a call of Python for each.
-        return [param for param in here.params if param.stands_elsewhere]
+        return [param for param in here.used if param.stands_elsewhere]
 
     def was_changed(self, unit: int) -> bool:
-        """Whether a parameter of the unit was changed since its module began to show it."""
+        """Whether a parameter of the unit was changed in the use that ends."""
         here = self._by_unit.get(unit, self._none)
+        if not here.is_shown:
+            return any(param.was_changed for param in here.lent)
         return bool(here.replaced) or here.versions_now() != here.versions
 
-    def changed(self, unit: int) -> list[OffloadedParam]:
-        """Returns the parameters of a unit that were changed since their last use ended."""
+    def used(self, unit: int) -> Collection[OffloadedParam]:
+        """Returns the parameters of a unit that the present use may change."""
+        return self._by_unit.get(unit, self._none).used
+
+    def changed(self, unit: int, lent: Iterable[OffloadedParam]) -> list[OffloadedParam]:
+        """Returns the parameters of a unit (those in `lent`, if there are any) that were changed
+        since their last use ended."""
         here = self._by_unit.get(unit, self._none)
-        now, then = here.versions_now(), here.versions
-        if now == then:
+        if here.is_shown or (not lent and here.versions_now() == here.versions):
             return []  # Mostly.
-        return [param for param in here.params if now[param.number] != then[param.number]]
+        own = [param for param in lent or here.params if param.in_unit is here]
+        return [param for param in own if param not in here.lent and param.was_changed]
 
     def replace_handle(self, name: str, handle: Handle) -> None:
         """Makes another object, which has taken the content of the handle, the handle."""
@@ -311,13 +336,10 @@ class ParamTable:
 
     def under(self, tensor: torch.Tensor) -> list[OffloadedParam]:
         """Returns the parameters whose memory a strided tensor over it spans."""
-        found = self._by_storage.get(tensor.untyped_storage()._cdata, [])
+        params, starts = self._by_storage.get(tensor.untyped_storage()._cdata, ([], []))
         first, end = _span(tensor)
-        return [
-            param
-            for param in found
-            if first < _span(param.place)[1] and _span(param.place)[0] < end
-        ]
+        near = slice(max(bisect_left(starts, first) - 1, 0), bisect_left(starts, end))
+        return [param for param in params[near] if first < _span(param.place)[1]]
 
 
 def _plain(parameter: Any) -> nn.Parameter:
@@ -329,8 +351,8 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the first byte and the end of a tensor in its storage."""
     first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = first + int(sum((n - 1) * step for n, step in steps))
-    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+    length = 1 + int(sum((n - 1) * step for n, step in steps)) if tensor.numel() else 0
+    return first * tensor.itemsize, (first + length) * tensor.itemsize
 
 
 def _replace_below(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:

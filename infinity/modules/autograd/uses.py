@@ -18,7 +18,7 @@ import torch
 
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.autograd.forward_nodes import ForwardNodes
-from infinity.modules.autograd.param import ParamTable
+from infinity.modules.autograd.param import OffloadedParam, ParamTable
 from infinity.modules.autograd.threads import OwnProcess
 from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.interrupts import UNINTERRUPTED
@@ -93,11 +93,18 @@ class UnitUses:
 
     # -- Uses ------------------------------------------------------------------------------------
 
-    def enter(self, units: Sequence[int], *, is_of_pass: bool = True) -> None:
+    def enter(
+        self,
+        units: Sequence[int],
+        lent: Sequence[OffloadedParam] = (),
+        *,
+        is_of_pass: bool = True,
+    ) -> None:
         """Begins a use of each unit, or of none: a failure ends the uses that have begun. The
         caller delays interrupts.
 
-        `is_of_pass`: a hooked module begins its pass; without it nothing is fetched ahead.
+        lent: all parameters that the use needs. Without it the modules show those of the units
+        is_of_pass: a hooked module begins its pass; without it nothing is fetched ahead
         """
         self._process.refuse_others()
         done: list[int] = []
@@ -110,12 +117,16 @@ class UnitUses:
                     self._write_left(but=units)
                 # All updates first: the optimizer's ring needs one range of free memory.
                 for unit in units:
-                    self._update(unit)
+                    self._update(unit, lent)
                 for unit in units:
-                    if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
+                    is_first = self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass)
+                    if not lent:
                         self.param_table.show_parameters(unit)
+                    if is_first:
                         self._changes.begin_use(unit)
                     done.append(unit)
+                for param in lent:
+                    param.in_unit.lent.add(param)
                 self._updater.advance()
         except BaseException:
             self.leave(done)
@@ -158,7 +169,13 @@ class UnitUses:
             raise refusal
 
     @contextmanager
-    def using(self, units: Sequence[int], *, is_of_pass: bool | None = None) -> Iterator[None]:
+    def using(
+        self,
+        units: Sequence[int],
+        lent: Sequence[OffloadedParam] = (),
+        *,
+        is_of_pass: bool | None = None,
+    ) -> Iterator[None]:
         """Uses units outside the hooks: for reads from outside and operations on handles, and for
         a module whose caller keeps its units. `is_of_pass`: None if a pass is running."""
         if is_of_pass is None:
@@ -167,7 +184,7 @@ class UnitUses:
         has_entered, thread = False, get_ident()
         try:
             with UNINTERRUPTED:  # A delayed interrupt comes at its end.
-                self.enter(units, is_of_pass=is_of_pass)
+                self.enter(units, lent, is_of_pass=is_of_pass)
                 self.users.append(thread)
                 has_entered = True
             yield
@@ -179,11 +196,11 @@ class UnitUses:
                     finally:
                         self.users.remove(thread)
 
-    def _update(self, unit: int) -> None:
+    def _update(self, unit: int, lent: Sequence[OffloadedParam]) -> None:
         if self.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
+        self._changes.refuse_changed_away(unit, lent)
         if not self._weight_cache.is_in_use(unit):
-            self._changes.refuse_changed_away(unit)
             self._updater.bring_up_to_date(unit, is_needed=True)
 
     def _release_unit(self, unit: int) -> None:

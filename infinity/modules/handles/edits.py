@@ -195,18 +195,17 @@ class WeightEdits:
     def _kept(self, unit: int) -> list[OffloadedParam]:
         """Returns the parameters of a unit whose memory another object still has."""
         found = []
-        for param in self._param_table.of_unit(unit):
-            alive = self._alive(param)
-            if alive:
+        for param in [*self._views]:
+            if param.unit.index == unit and (alive := self._alive(param)):
                 self._views[param] = alive
                 found.append(param)
         return found
 
-    def refuse_changed_away(self, unit: int) -> None:
+    def refuse_changed_away(self, unit: int, lent: Sequence[OffloadedParam]) -> None:
         """Raises UnsupportedError, before a use of the unit begins, if a caller has changed its
-        parameters since the last one, through a reference that was kept there."""
+        parameters (some: `lent`) since the last one, through a reference that was kept there."""
         self._weight_cache.check_kept(unit)
-        for param in self._param_table.changed(unit):
+        for param in self._param_table.changed(unit, lent):
             settle([param])
             raise _changed_away(param)
 
@@ -218,9 +217,8 @@ class WeightEdits:
     def note_raw_writes(self, unit: int) -> None:
         """Marks the parameters that were written past their version counters. The last use of the
         unit is about to end."""
-        for param in self._param_table.of_unit(unit) if self._raw else ():
-            digest = self._raw.pop(param, None)
-            if digest is not None and _digest(param.compute) != digest:
+        for param in [*self._raw]:
+            if param.unit.index == unit and self._raw.pop(param) != _digest(param.compute):
                 param.note_replaced()
 
     def end_use(self, unit: int) -> None:
@@ -239,8 +237,8 @@ class WeightEdits:
         self._expected.discard(unit)
         self._weight_cache.absorb(unit)
         facts, masters = self._store.units[unit], self._masters
-        params = self._param_table.of_unit(unit)
-        with_master = [param for param in params if masters.has(facts, param.spec)]
+        used = self._param_table.used(unit)
+        with_master = [param for param in used if masters.has(facts, param.spec)]
         if not with_master:
             return
         self._updater.withdraw(unit)

@@ -222,7 +222,7 @@ class HandleOps:
         if self._initialising is not None:
             self._keep(self._initialising, units)
         set_units = [params[id(h)].unit.index for h in changed]
-        with self._setting(set_units, self._uses.using(units)):
+        with self._setting(set_units, self._uses.using(units, read)):
             if self._initialising is None:
                 self._edits.lend_params(params[id(h)] for h in changed)
             lent = {key: self._lend(h, changes) for key, h in own.items()}
@@ -246,7 +246,7 @@ class HandleOps:
             if self._initialising is not None:
                 by_compute = {id(loan.tensor): params[key].handle for key, loan in lent.items()}
                 return by_compute.get(id(answer), answer)
-            return self._shown(units, answer, first, lent.values())
+            return self._shown(units, read, answer, first, lent.values())
 
     def _with_rows(
         self,
@@ -335,13 +335,24 @@ class HandleOps:
                     "gradient, and a parameter is none; change it under torch.no_grad()"
                 )
 
-    def _shown(self, units: list[int], answer: Any, first: int, lent: Iterable[_Lent]) -> Any:
+    def _shown(
+        self,
+        units: list[int],
+        read: list[OffloadedParam],
+        answer: Any,
+        first: int,
+        lent: Iterable[_Lent],
+    ) -> Any:
         """Returns the result in a form that the caller may keep."""
         for loan in lent:
             if answer is loan.tensor and loan.was_changed:
                 return loan.handle
             answer = self._mirrored(answer, loan, is_copy=loan.handle.is_gradient)
-        return self._watch_fault(units, answer, first)
+        # Copies views of memory that will be released, and fetches the units again in the backward
+        # of the result.
+        answer = detach_from_parameters(answer, self._param_table.is_parameter_memory)
+        self._backwards.watch(ModuleCall(units, read), nodes_since(first, answer))
+        return answer
 
     def _read_gradient(self, handle: Handle) -> torch.Tensor:
         name = handle.name_in_model
@@ -368,13 +379,6 @@ class HandleOps:
                 ", ".join(fresh),
                 getattr(function, "__name__", function),
             )
-
-    def _watch_fault(self, units: list[int], answer: Any, first: int) -> Any:
-        """Copies views of memory that will be released, and fetches the units again in the backward
-        of the result."""
-        answer = detach_from_parameters(answer, self._param_table.is_parameter_memory)
-        self._backwards.watch(ModuleCall(units), nodes_since(first, answer))
-        return answer
 
     # -- Mirrors ---------------------------------------------------------------------------------
 
@@ -404,7 +408,7 @@ class HandleOps:
             into.copy_(_bytes_of(gradient, param)[place])
             return
         self._refuse_closed(param.name)
-        with self._uses.using([param.unit.index]):
+        with self._uses.using([param.unit.index], [param]):
             into.copy_(_bytes_of(param.compute, param)[place])
 
     def write_bytes(
@@ -431,7 +435,7 @@ class HandleOps:
             self._grads.put(param, gradient)
             return
         unit = param.unit.index
-        with self._setting([unit], self._uses.using([unit])), torch.no_grad():
+        with self._setting([unit], self._uses.using([unit], [param])), torch.no_grad():
             self._edits.lend_params([param])
             _bytes_of(param.compute, param)[place] = values
             increment_versions([param])
@@ -464,7 +468,7 @@ class HandleOps:
 
     def _read(self, param: OffloadedParam, *, master: bool) -> torch.Tensor:
         with self._uses.lock:
-            with self._uses.using([param.unit.index]):
+            with self._uses.using([param.unit.index], [param]):
                 copy = param.compute.detach().to("cpu", copy=True)
             is_wide = master and copy.is_floating_point()
             return self._edits.read_wide(param, copy) if is_wide else copy
