@@ -393,14 +393,24 @@ def test_a_regulariser_reads_the_weights(swap_directory: Path) -> None:
 
 
 def test_user_hooks_see_real_parameters(swap_directory: Path) -> None:
-    """Forward hooks of the user, registered before and after `offload`, may read the weights."""
+    """Hooks of the user may read the weights, and read and change the gradients so far."""
 
     def scenario(side: Side) -> Named:
         sums: list[Tensor] = []
         block = side.model.blocks[1]
+
+        def halve(m: Any, *gradients: Any) -> None:
+            if m[2].weight.grad is not None:
+                sums.append(m[2].weight.grad.sum())
+                m[2].weight.grad.mul_(0.5)
+            m[0].bias.grad = None
+            m[0].weight.grad = torch.ones_like(m[0].weight)
+
+        block.register_full_backward_hook(halve)
         block.register_forward_pre_hook(lambda m, args: sums.append(m[0].weight.detach().sum()))
         block.register_forward_hook(lambda m, args, out: out * m[2].bias.detach().mean().exp())
-        return trained(side, steps=2) | {f"sum {at}": value for at, value in enumerate(sums)}
+        seen = trained(side, steps=2, micro=2)
+        return seen | {f"sum {at}": value for at, value in enumerate(sums)}
 
     compare(scenario, mlp, swap_directory)
 
@@ -884,15 +894,15 @@ def test_a_new_optimizer_starts_with_new_moments(swap_directory: Path) -> None:
             first.step()
 
 
-def test_a_backward_inside_gather_adds_once(swap_directory: Path) -> None:
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_backward_inside_gather_adds_once(num_before: int, swap_directory: Path) -> None:
     def scenario(side: Side) -> Named:
-        loss_of(side.model, 1).backward()
-        if side.is_plain:
+        for _ in range(num_before):
+            loss_of(side.model, 1).backward()
+        with nullcontext() if side.is_plain else infinity.gather(side.model):
             loss_of(side.model, 2).backward()
-        else:
-            with infinity.gather(side.model):
-                loss_of(side.model, 2).backward()
-        return finish(side, dict(side.gradients()))
+            inside = {name: p.grad.clone() for name, p in side.model.named_parameters()}
+        return finish(side, inside)
 
     compare(scenario, decoder, swap_directory)
 

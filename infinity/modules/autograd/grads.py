@@ -14,6 +14,7 @@ from infinity.errors import UnsupportedError
 from infinity.modules.autograd.hooks import BackwardCalls
 from infinity.modules.autograd.param import OffloadedParam, ParamTable
 from infinity.modules.autograd.threads import OwnProcess
+from infinity.modules.handles.torch_functions import TENSOR
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.observe import Tracer, Track
 from infinity.state.units import Unit
@@ -21,6 +22,9 @@ from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.passes import current_backward
 from infinity.streaming.updates.record import StepRunner
 from infinity.streaming.weights.cache import WeightCache
+
+# The `.grad` of the compute parameter itself, which callers see through `patches.py`.
+_own, _set_own = TENSOR.grad.__get__, TENSOR.grad.__set__
 
 
 class ParamGrads:
@@ -45,8 +49,6 @@ class ParamGrads:
         self._backwards = backwards
         self._lock = lock
         self._process = OwnProcess()
-        # Parameters whose `.grad` shows the sum so far, with the version at that time.
-        self._shown: dict[OffloadedParam, tuple[torch.Tensor, int]] = {}
         self._trained: dict[int, OffloadedParam] = {}  # By the id of the compute parameter.
         self._frozen: list[OffloadedParam] = []  # Frozen at the time of offload.
 
@@ -60,9 +62,9 @@ class ParamGrads:
                 here._take(parameter)
 
         def refuse(parameter: torch.Tensor) -> None:
-            if parameter.grad is None:
+            if _own(parameter) is None:
                 return  # As below.
-            parameter.grad = None
+            _set_own(parameter, None)
             here = grads()
             frozen = [] if here is None else here._frozen
             raise _frozen(*(param.name for param in frozen if param.compute.requires_grad))
@@ -78,23 +80,24 @@ class ParamGrads:
                 param.compute.requires_grad_(False)
 
     def _take(self, parameter: torch.Tensor) -> None:
-        param, gradient = self._trained[id(parameter)], parameter.grad
+        param, gradient = self._trained[id(parameter)], _own(parameter)
         if gradient is None or not parameter.requires_grad:
             return  # It was frozen after the forward, so autograd has added nothing.
-        if self._shown and param in self._shown:
+        if param.shown is not None:
             self._add(param, gradient, is_sum=True)  # Autograd has added to the shown sum.
         else:
             # First of all: the code below may raise, and the next backward must not add to it.
-            parameter.grad = None
+            _set_own(parameter, None)
             self._add(param, gradient)
 
     def take(self, param: OffloadedParam, gradient: torch.Tensor) -> None:
         """Adds a gradient that did not arrive at the compute parameter."""
         with UNINTERRUPTED, self._lock:
             self._bring_up_to_date(param)  # The unit was not used since the step.
-            shown = param.compute.grad if param in self._shown else None
+            shown = _own(param.compute) if param.shown is not None else None
             if shown is not None:
-                param.compute.grad = gradient = shown + gradient
+                gradient = shown + gradient
+                _set_own(param.compute, gradient)
             self._add(param, gradient, is_sum=shown is not None)
 
     def _add(self, param: OffloadedParam, gradient: torch.Tensor, *, is_sum: bool = False) -> None:
@@ -114,16 +117,16 @@ class ParamGrads:
             self._gradients.add(param.unit, param.spec, gradient)
             if self._updater.follows_gradients:
                 self._updater.note_gradient(param.unit.index)
-            if self._shown and param in self._shown:
-                self._shown[param] = gradient, gradient._version
+            if param.shown is not None:
+                param.shown = gradient, gradient._version
             if self._tracer.is_on:
                 self._tracer.span(Track.ENGINE, "take gradient", begun_ns, time.monotonic_ns())
 
     def drop(self) -> None:
         """Drops incomplete gradients of a backward that was interrupted."""
         for param in self._param_table.params:
-            if param not in self._shown:
-                param.compute.grad = None
+            if param.shown is None:
+                _set_own(param.compute, None)
 
     # -- Looking ---------------------------------------------------------------------------------
 
@@ -149,22 +152,23 @@ class ParamGrads:
     def shown(self, params: Iterable[OffloadedParam]) -> Iterator[None]:
         """Shows copies of the gradients on the compute parameters for the time of a `with` block. A
         change of a copy becomes the gradient at the end."""
-        own = [param for param in params if param.compute.grad is None]
+        own = [param for param in params if _own(param.compute) is None]
         try:
             for param in own:
                 gradient = self.read(param)
                 if gradient is not None:
                     shown = gradient.to(param.compute.device, param.compute.dtype)
-                    param.compute.grad = shown
-                    self._shown[param] = shown, shown._version
+                    _set_own(param.compute, shown)
+                    param.shown = shown, shown._version
             yield
         finally:
             for param in own:
                 self._hide(param)
 
     def _hide(self, param: OffloadedParam) -> None:
-        before = self._shown.pop(param, None)
-        now, param.compute.grad = param.compute.grad, None
+        before, param.shown = param.shown, None
+        now = _own(param.compute)
+        _set_own(param.compute, None)
         if now is None:
             if before is not None:
                 self.forget(param)

@@ -36,6 +36,7 @@ class OffloadedParam:
 
     registrations: every place in the model's modules that shows the parameter
     place: the memory of the compute parameter in the unit's region, with its own version counter
+    shown: the gradient that `.grad` of the compute parameter shows, with the version at that time
     """
 
     name: str
@@ -47,6 +48,7 @@ class OffloadedParam:
     original: nn.Parameter | None  # The parameter before offload; restored if offload fails.
     changes: int = 0  # Counts the changes that `compute._version` does not count.
     optimizer: weakref.ref[Any] | None = None  # The optimizer that owns its moments.
+    shown: tuple[torch.Tensor, int] | None = None
     place: torch.Tensor = field(init=False)
     number: int = 0  # Among the parameters of its unit.
     in_unit: UnitParams = field(init=False)  # With the others, once there is a `ParamTable`.

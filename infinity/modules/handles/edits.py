@@ -177,6 +177,12 @@ class WeightEdits:
                     )
             return params
 
+    def handle_of(self, tensor: torch.Tensor) -> Any:
+        """Returns the handle of a compute parameter that shows no gradient; None for another
+        tensor."""
+        param = self._param_table.find(tensor)
+        return None if param is None or param.shown is not None else param.handle
+
     def note_raw(self, params: Iterable[OffloadedParam], view: Any) -> None:
         """Remembers an object over the memory of these parameters, as long as it lives. In any
         thread."""

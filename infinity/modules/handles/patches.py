@@ -7,6 +7,8 @@ and nothing is ever put back: another module may have kept what it found.
       enter autograd past `__torch_function__`
   Tensor.data, Tensor.numpy, Tensor.__dlpack__
       hand out memory past the version counters
+  Tensor.grad
+      would be None on a compute parameter, because the gradient leaves it for the store
   torch.utils.swap_tensors
       would exchange a handle and leave the module with the old value
 
@@ -34,6 +36,7 @@ import functools
 import gc
 import inspect
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -61,6 +64,8 @@ def install() -> None:
         original = getattr(TENSOR, name)
         if not isinstance(vars(TENSOR).get(name), _Observed):
             setattr(TENSOR, name, (_Method if callable(original) else _Property)(original))
+    if not isinstance(vars(TENSOR).get("grad"), _Observed):
+        TENSOR.grad = _Gradient(TENSOR.grad)
     if "apply" in vars(SingleLevelFunction):
         return
     SingleLevelFunction.apply = classmethod(_apply)
@@ -231,6 +236,9 @@ def _owner_of(tensor: Any) -> WeightEdits | None:
         return None  # Sparse, or a tensor of a function transform: it has no storage.
 
 
+_COMPILERS = ("torch._subclasses", "torch._dynamo", "torch._functorch", "torch._inductor")
+
+
 class _Observed:
     """An attribute of torch.Tensor whose reading is observed. See Note [Replaced attributes]."""
 
@@ -256,6 +264,34 @@ class _Property(_Observed):
 
     def __delete__(self, tensor: Any) -> None:
         self._original.__delete__(tensor)
+
+
+class _Gradient(_Observed):
+    """`.grad`: a compute parameter without one of its own has that of its handle."""
+
+    def _stored(self, tensor: Any) -> Handle | None:
+        """Returns the handle of a compute parameter without a gradient of its own."""
+        owner = _owner_of(tensor) if _owners else None
+        # Compilers look at the gradients of their inputs.
+        if owner is None or sys._getframe(2).f_globals["__name__"].startswith(_COMPILERS):
+            return None
+        return owner.handle_of(tensor) if self._original.__get__(tensor) is None else None
+
+    def __get__(self, tensor: Any, kind: Any = None) -> Any:
+        if tensor is None:
+            return self._original
+        handle = self._stored(tensor)
+        return self._original.__get__(tensor, kind) if handle is None else handle.grad
+
+    def __set__(self, tensor: Any, value: Any) -> None:
+        handle = self._stored(tensor)
+        if handle is None:
+            self._original.__set__(tensor, value)
+        else:
+            handle.grad = value
+
+    def __delete__(self, tensor: Any) -> None:
+        self.__set__(tensor, None)
 
 
 class _Method(_Observed):

@@ -41,6 +41,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from infinity.modules.autograd.threads import Modes
+from infinity.modules.handles.torch_functions import TENSOR
 from infinity.modules.tiling.expert_adapters import Adaptation
 from infinity.ops.experts import Pairs, add_rows_, are_rows_apart, weighted
 from infinity.private.torch import will_engine_execute_node
@@ -323,7 +324,8 @@ def _deliver(parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None]
             for hook in list((parameter._backward_hooks or {}).values()):
                 changed = hook(found)
                 found = found if changed is None else changed
-        parameter.grad = found if parameter.grad is None else parameter.grad + found
+        present = TENSOR.grad.__get__(parameter)
+        TENSOR.grad.__set__(parameter, found if present is None else present + found)
         for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)
 
