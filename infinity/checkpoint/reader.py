@@ -170,7 +170,7 @@ def _row_major(infos: dict[TensorSpec, StateInfo], parts: Iterator[Part]) -> Ite
         yield StatePart(infos[part.spec], part.start, part.values)
     for spec, info in left.items():  # A tensor without an element has no part.
         assert not spec.numel, f"no part of {info.name} {info.kind}"
-        yield StatePart(info, 0, torch.empty(0, dtype=info.dtype))
+        yield StatePart(info, 0, torch.empty(0, dtype=info.dtype, device="cpu"))
 
 
 class CheckpointSource(Closing):
@@ -209,7 +209,7 @@ class CheckpointSource(Closing):
 
     def tensor(self, info: StateInfo) -> torch.Tensor:
         """Returns a fresh tensor on the host. Raises CorruptionError, StorageError."""
-        values = torch.empty(math.prod(info.shape), dtype=info.dtype)
+        values = torch.empty(math.prod(info.shape), dtype=info.dtype, device="cpu")
         for part in self._parts_of(info):
             values[part.start : part.start + part.values.numel()] = part.values
         return values.view(info.shape)

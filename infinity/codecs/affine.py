@@ -261,7 +261,9 @@ class AffineGroups(FusedCodec):
         if names.minima:
             parts.append(flat_bytes(minima))
         has_shape = self.layout == "ROWS"
-        aside = {"_shape": torch.tensor(shape, dtype=torch.int32)} if has_shape else {}
+        aside = (
+            {"_shape": torch.tensor(shape, dtype=torch.int32, device="cpu")} if has_shape else {}
+        )
         return Encoding(self, tuple(parts), aside)
 
     def _scales_of(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -221,7 +221,7 @@ def check_order(found: FoundTensors, name: str, columns: int, groups: int, group
             f"{name!r} names groups {int(order.min())} to {int(order.max())}; there are {groups}. "
             "Copy the checkpoint again"
         )
-    return not torch.equal(order, (torch.arange(columns) // group).int())
+    return not torch.equal(order, (torch.arange(columns, device="cpu") // group).int())
 
 
 def _layout_of(quantization: Mapping[str, Any], where: str) -> tuple[str, bool]:

@@ -174,7 +174,7 @@ def _launch(weights: Sequence[WeightPlace]) -> DecodeLaunch | None:
 
 def places_on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
     """Returns rows of a table as one tensor on the device."""
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
 
 
 def decode(
@@ -226,7 +226,9 @@ def has_reference_bits(
     """Decodes weights of random bytes by one launch, and each by the reference."""
     source = torch.Generator().manual_seed(0)  # Not the program's own generator.
     stored, weights, numel = _trial_weights(codec, dtype, variant)
-    block = torch.randint(256, (stored,), generator=source, dtype=torch.uint8).to(device)
+    block = torch.randint(256, (stored,), generator=source, dtype=torch.uint8, device="cpu").to(
+        device
+    )
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     found = torch.full((numel,), 21845, dtype=bits, device=device)
     expected = found.clone()

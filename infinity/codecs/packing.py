@@ -72,14 +72,14 @@ def packed(numbers: torch.Tensor, packing: Packing, bits: int) -> torch.Tensor:
     if packing == "BYTES":
         return (numbers ^ _SIGN).reshape(-1)
     if packing == "PLANES":
-        content = torch.zeros(rows * columns * bits // 8, dtype=torch.uint8)
+        content = torch.zeros(rows * columns * bits // 8, dtype=torch.uint8, device="cpu")
         for plane in numbers.reshape(8 // bits, -1):
             content = (content << (bits % 8)) | plane
         return content
     if packing == "SIGNED_AWQ":
         numbers = numbers ^ _SIGN_OF_AWQ
     if packing.endswith("AWQ"):
-        order = torch.tensor(_COLUMNS_OF_AWQ)
+        order = torch.tensor(_COLUMNS_OF_AWQ, device="cpu")
         numbers = numbers.reshape(rows, -1, 8).index_select(2, order).view(rows, columns)
     if packing == "COLUMNS":
         words = _words(numbers.transpose(0, 1), bits)
@@ -111,5 +111,5 @@ def _words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
         return content
     of_bits = torch.stack([(numbers >> bit) & 1 for bit in range(bits)], dim=-1).view(rows, -1)
     of_bits = torch.nn.functional.pad(of_bits, (0, -columns * bits % WORD_BITS))
-    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device="cpu")
     return (of_bits.view(rows, -1, 8) * weights).sum(dim=-1, dtype=torch.uint8)

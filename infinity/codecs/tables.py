@@ -117,7 +117,7 @@ class TableBlocks(FusedCodec):
                 f"{self.format} of {self.stored} cannot encode values up to "
                 f"{float(largest.max()):.3g}; give another format, or keep this weight as it is"
             )
-        table = torch.tensor(_TABLES[self.kind])
+        table = torch.tensor(_TABLES[self.kind], device="cpu")
         ascending, order = table.sort(stable=True)
         codes = order.to(torch.uint8)[_nearest(scaled, ascending).int()][:numel]
         codes = torch.cat([codes, codes.new_zeros(numel % 2)])
@@ -125,7 +125,7 @@ class TableBlocks(FusedCodec):
         if not self.nested_block:
             return self._encoding(self, shape, (packed, largest, table))
         offset = float(largest.double().mean()) if largest.numel() else 0.0
-        offset = float(torch.tensor(offset))  # As fp32.
+        offset = float(torch.tensor(offset, device="cpu"))  # As fp32.
         nested_table = _dynamic_map()
         nested_largest, nested_scaled = _normalised(largest - offset, self.nested_block)
         nested = _nearest(nested_scaled, nested_table)[: largest.numel()]
@@ -135,7 +135,7 @@ class TableBlocks(FusedCodec):
 
     @staticmethod
     def _encoding(codec: TableBlocks, shape: Shape, tensors: tuple[torch.Tensor, ...]) -> Encoding:
-        state = torch.tensor(list(codec.state_json(shape)), dtype=torch.uint8)
+        state = torch.tensor(list(codec.state_json(shape)), dtype=torch.uint8, device="cpu")
         return Encoding(codec, tuple(map(flat_bytes, tensors)), {STATE_SUFFIX + codec.kind: state})
 
     def state_json(self, shape: Shape) -> bytes:
@@ -196,4 +196,4 @@ def _dynamic_map() -> torch.Tensor:
         middles = [0.1 + 0.9 * (2 * i + 1) / (2 * count) for i in range(count)]
         scaled = [10.0 ** (decade - 6) * middle for middle in middles]
         numbers += [*scaled, *(-number for number in scaled)]
-    return torch.tensor(sorted(numbers))
+    return torch.tensor(sorted(numbers), device="cpu")

@@ -230,7 +230,7 @@ class DistributedStore(StateStore):
         unit = self.partition.full_units[index]
         dtype = unit.dtype(state_kind)
         assert dtype is not None and state_kind is not StateKind.PARAMETERS
-        full = torch.zeros(unit.state_numel, dtype=dtype)
+        full = torch.zeros(unit.state_numel, dtype=dtype, device="cpu")
         shards = [shard for shard in self.partition.shards[index] if shard.stop > shard.start]
         MultiTransfer(
             [

@@ -189,7 +189,7 @@ class StateAccess:
         """Yields the shards rank by rank. They take memory beside the host budget."""
         assert isinstance(self.store, DistributedStore)
         for shard in sorted(divided.shards[unit.index], key=lambda shard: shard.start):
-            memory = torch.empty(shard.unit.nbytes(kind), dtype=torch.uint8)
+            memory = torch.empty(shard.unit.nbytes(kind), dtype=torch.uint8, device="cpu")
             if not memory.numel():
                 continue
             self.store.get_state(shard, kind, memory).wait()

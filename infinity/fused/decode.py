@@ -196,7 +196,7 @@ def place_of(target: int, offset: float, starts: Sequence[int]) -> tuple[int, ..
         beginning of the tensors that `DecodeLaunch.run` takes
     offset: NF4's fp32 number
     """
-    bits = int(torch.tensor(offset, dtype=torch.float32).view(torch.int32))
+    bits = int(torch.tensor(offset, dtype=torch.float32, device="cpu").view(torch.int32))
     return target, bits, *starts, *[0] * (_MOST_PARTS - len(starts))
 
 

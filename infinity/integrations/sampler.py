@@ -343,7 +343,7 @@ class ServerSampler:
         if images is not None and any(images):
             raise UnsupportedError("sampler: prompts with images are not sent to a server")
         groups = [(list(ids), len(list(rows))) for ids, rows in itertools.groupby(prompts)]
-        seeds = torch.randint(1 << 31, (len(groups),)).tolist()
+        seeds = torch.randint(1 << 31, (len(groups),), device="cpu").tolist()
         options = self._options()
         vocab_size = self._trainer.model.config.get_text_config().vocab_size
 

@@ -101,11 +101,11 @@ def dynamic_map(is_signed: bool) -> DynamicMap:
         thresholds[0], slopes[1], offsets[1] = SMALLEST_SCALE, 1e8 / 55, 1.0
     return DynamicMap(
         is_signed,
-        torch.tensor([_value(code, is_signed) for code in range(256)]),
-        torch.tensor(thresholds),
-        torch.tensor([*slopes, 0.0]),
-        torch.tensor([*offsets, top]),
-        torch.tensor([*lasts, top]),
+        torch.tensor([_value(code, is_signed) for code in range(256)], device="cpu"),
+        torch.tensor(thresholds, device="cpu"),
+        torch.tensor([*slopes, 0.0], device="cpu"),
+        torch.tensor([*offsets, top], device="cpu"),
+        torch.tensor([*lasts, top], device="cpu"),
     )
 
 

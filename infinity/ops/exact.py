@@ -24,7 +24,12 @@ def fma(a: torch.Tensor | float, b: torch.Tensor | float, c: torch.Tensor | floa
     Source: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms
     using rounding to odd", 2008, theorem 1.
     """
-    wide = [torch.as_tensor(x).to(torch.float64) for x in (a, b, c)]
+    wide = [
+        x.double()
+        if isinstance(x, torch.Tensor)
+        else torch.tensor(x, dtype=torch.float64, device="cpu")
+        for x in (a, b, c)
+    ]
     product = wide[0] * wide[1]
     total = product + wide[2]
     # The exact error of that sum: Knuth's TwoSum.
@@ -55,7 +60,7 @@ def one_minus_product(a: float, b: float) -> float:
 
 def to_fp32(value: float) -> float:
     """The nearest fp32 value, infinity beyond its range."""
-    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
+    return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float32))
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -165,9 +165,9 @@ def explain_refusal(out: torch.Tensor) -> str:
 def has_bits(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether sums of random numbers of all magnitudes are those of torch operations."""
     source = torch.Generator().manual_seed(0)  # Not the program's own generator.
-    tokens = torch.randint(37, (200,), generator=source).to(device)
-    rows = torch.randn(200, 1041, generator=source)
-    rows *= 10.0 ** torch.randint(-30, 4, rows.shape, generator=source)
+    tokens = torch.randint(37, (200,), generator=source, device="cpu").to(device)
+    rows = torch.randn(200, 1041, generator=source, device="cpu")
+    rows *= 10.0 ** torch.randint(-30, 4, rows.shape, generator=source, device="cpu")
     rows = rows.to(dtype).to(device)
     by_token = tokens.argsort(stable=True)
     there = tokens[by_token]

@@ -57,8 +57,8 @@ def has_bits(count: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether means of random numbers of all magnitudes are those of torch operations."""
     source = torch.Generator().manual_seed(0)  # Not the program's own generator.
     for numel, stride in _TRIALS:
-        rows = torch.randn(count, stride, generator=source)
-        rows *= 10.0 ** torch.randint(-44, 30, rows.shape, generator=source)
+        rows = torch.randn(count, stride, generator=source, device="cpu")
+        rows *= 10.0 ** torch.randint(-44, 30, rows.shape, generator=source, device="cpu")
         there = rows.to(dtype).to(device)
         found = torch.empty(numel, device=device)
         fused.mean_(found, there)

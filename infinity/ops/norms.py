@@ -44,7 +44,7 @@ def sum_squares(values: torch.Tensor) -> torch.Tensor:
     """
     if values.device.type != "cpu":
         return sum_squares_by_torch(values)
-    sums = torch.empty(math.ceil(values.numel() / SQUARES_NUMEL), dtype=torch.float64)
+    sums = torch.empty(math.ceil(values.numel() / SQUARES_NUMEL), dtype=torch.float64, device="cpu")
     _core.update.sum_squares(
         values.data_ptr(), values.numel(), sums.data_ptr(),
         num_threads=threads_here(torch.get_num_threads()),
@@ -103,7 +103,7 @@ def _norm(values: torch.Tensor, simd: str, variant: int) -> torch.Tensor:
     norm = _core.update.norm_of_bf16(
         values.data_ptr(), values.numel(), simd=simd, variant=variant
     )  # fmt: skip
-    return torch.tensor(norm, dtype=torch.float32)
+    return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
 
 @cache
@@ -122,5 +122,5 @@ def _variant() -> tuple[str, int] | None:
 def _trials() -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)  # The global one is the user's.
     for numel, scale in _TRIALS:
-        values = torch.randn(numel, generator=generator) * scale
+        values = torch.randn(numel, generator=generator, device="cpu") * scale
         yield values.to(torch.bfloat16)

@@ -70,8 +70,8 @@ def has_host_bits(
     recipe: Any = settings
     for numel, step in itertools.product(_TRIALS, (1, 3)):
         tried = replace(recipe, step=step)
-        arrays = torch.randn(2 + len(settings.state_names), numel, generator=source)
-        arrays *= 10.0 ** torch.randint(-44, 10, arrays.shape, generator=source)
+        arrays = torch.randn(2 + len(settings.state_names), numel, generator=source, device="cpu")
+        arrays *= 10.0 ** torch.randint(-44, 10, arrays.shape, generator=source, device="cpu")
         arrays[3:].abs_()  # A second moment has no sign.
         arrays[:, ::97] = 0.0
         weight, residual = split(arrays[0]) if is_split else (arrays[0].clone(), None)

@@ -23,7 +23,9 @@ from infinity.ops.span import StateSpan, check_spans
 from infinity.private.torch import fused_adam_, fused_adamw_, fused_sgd_
 
 REFERENCE_LANES = 8  # Elements in one vector of torch's kernels, whose bits these are.
-_CANONICAL_NAN = torch.tensor(0xFFC00000 - 2**32, dtype=torch.int32).view(torch.float32)
+_CANONICAL_NAN = torch.tensor(0xFFC00000 - 2**32, dtype=torch.int32, device="cpu").view(
+    torch.float32
+)
 # Of each rule of torch, both ways of interpolating a moment, and every way of a momentum.
 _PROBED: dict[type[Settings], tuple[Settings, ...]] = {
     kind: tuple(
@@ -173,7 +175,7 @@ def has_torch_bits(kind: Any) -> bool:
     source = torch.Generator().manual_seed(0)
     numel = 16 * 64 + 15  # Vectors of any width and a tail of any length.
     for settings in _PROBED[kind]:
-        ours = torch.randn(2 + len(settings.state_names), numel, generator=source)
+        ours = torch.randn(2 + len(settings.state_names), numel, generator=source, device="cpu")
         ours[-1] = ours[-1].square()  # A second moment has no sign; others do not mind.
         torchs = ours.clone()
         span = StateSpan(ours[0], ours[1], tuple(ours[2:]))

@@ -70,7 +70,7 @@ def measured(parameters: Iterable[Any], norm_type: float = 2.0) -> Measured:
         norms |= _norms_of(engine, list(dict.fromkeys(own)), norm_type)
     there = [item for item in items if id(item) in norms]
     in_order = [norms[id(item)] for item in there]
-    total = torch.tensor(0.0)
+    total = torch.tensor(0.0, device="cpu")
     if in_order:
         total = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
     return Measured(there, in_order, total, norm_type)

@@ -223,7 +223,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             made: dict[int, Settings] = {}  # By step.
             for handle in group["params"]:
                 key = id(handle)
-                param = self._params[key]
+                param = self._params.get(key) or self._find(handle)
                 if has_gradient(param.spec):
                     if param.optimizer is None or param.optimizer() is not self:
                         raise _other_optimizer(param)
@@ -376,7 +376,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         steps."""
         if not self.step_of(param):
             return []
-        group = next(g for g in self.param_groups if any(h is param.handle for h in g["params"]))
+        group = self._groups[id(param.handle)]
         return ["step", *self.settings_of(group, param, self.step_of(param)).state_names]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -85,7 +85,7 @@ class ParameterState(_OfOptimizer):
             raise KeyError(name)
         owner = self._owner()
         if name == "step":
-            return torch.tensor(float(owner.step_of(self._params[0])))
+            return torch.tensor(float(owner.step_of(self._params[0])), device="cpu")
         parts = [read_moment(owner.engine, param, StateKind(name)) for param in self._params]
         moment = parts[0] if len(parts) == 1 else torch.cat(parts)
         return moment.as_subclass(FetchedMoment)
@@ -184,7 +184,7 @@ def read_moment(engine: Engine, param: OffloadedParam, kind: StateKind) -> torch
     changes meanwhile, because a step of another rank waits for this one (INV-18).
     """
     facts, numel = param.spec.facts, param.spec.numel
-    flat = torch.empty(numel)
+    flat = torch.empty(numel, device="cpu")
     with engine.at_rest("optimizer.state") as state:
         for part in state.parts(param.unit, kind, only=param.spec):
             if part.spec is param.spec:

@@ -144,7 +144,7 @@ class StoredWeights:
         uint8, shape (nbytes,), on the host. `dtype(name)`: of a parameter."""
         for name, stored_slice, parts in self.slices:
             stored = [block[start : start + nbytes] for start, nbytes in parts]
-            elements = torch.empty(stored_slice.shape, dtype=dtype(name))
+            elements = torch.empty(stored_slice.shape, dtype=dtype(name), device="cpu")
             with torch.no_grad():
                 stored_slice.codec.decode(stored, stored_slice.shape, elements)
             yield elements

@@ -181,7 +181,7 @@ class HostPool:
 
     def close(self) -> None:
         """Gives up its view of the arena, which is unmapped when no other view is left."""
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Returns whether the memory of the tensor is in the arena."""

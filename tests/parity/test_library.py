@@ -919,6 +919,35 @@ def test_a_parameter_is_accepted_in_place_of_its_handle(swap_directory: Path) ->
         assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
 
 
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_default_device_of_the_program_is_not_that_of_the_state(
+    compute: str, swap_directory: Path
+) -> None:
+    """`torch.set_default_device("cuda")` is for the program's own tensors."""
+
+    def scenario(model: Any, device: str) -> list[Tensor]:
+        found, batches = (
+            [],
+            [model.inputs(step)["x"].to(getattr(torch, compute)) for step in (0, 1, 2)],
+        )
+        with torch.device(device):
+            optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=0.1)
+            for x in batches:
+                model(x).square().mean().backward()
+                optimizer.step()
+                assert optimizer.grad_norm is not None
+                found += [optimizer.grad_norm, model.head.weight.grad.clone()]
+                optimizer.zero_grad()
+            found += [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+        return [*found, *(p.detach().clone() for p in model.parameters())]
+
+    sides = []
+    for device in ("cpu", "meta"):
+        with offloaded(mlp(), swap_config(swap_directory, compute=compute)) as model:
+            sides.append(scenario(model, device))
+    assert all(map(torch.equal, *sides))
+
+
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
 def test_options_that_are_not_there_are_refused(option: str, swap_directory: Path) -> None:
     with offloaded(decoder(), swap_config(swap_directory)) as model:

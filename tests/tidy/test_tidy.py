@@ -85,6 +85,24 @@ def test_a_class_name_means_one_thing() -> None:
     assert not shared, f"give these classes names of their own: {shared}"
 
 
+def test_a_new_tensor_names_its_device() -> None:
+    """Otherwise it is where `torch.set_default_device` of the program says, and not on the host."""
+    makers = {
+        "empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "eye",
+        "linspace", "rand", "randn", "randint", "randperm",
+    }  # fmt: skip
+    names = {f"torch.{maker}" for maker in makers}
+    missing = [
+        f"{source.name}:{node.lineno}"
+        for source in sources()
+        for node in (() if source.name.startswith("tools/") else ast.walk(source.tree))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in names
+        and not {"device", "out"} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert not missing, f'give these device="cpu", or the device that they are for: {missing}'
+
+
 def classes() -> Iterator[ast.ClassDef]:
     for source in sources():
         yield from (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))

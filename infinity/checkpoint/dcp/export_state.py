@@ -169,7 +169,10 @@ def _optimizer_dict(named: dict[str, Any], moments: dict[str, dict[str, Any]]) -
     groups = [{**defaults, **group} for group in named["groups"]]
     names = [name for group in groups for name in group["params"] if name in moments]
     state = {
-        name: {"step": torch.tensor(float(named["steps"].get(name, 0))), **moments[name]}
+        name: {
+            "step": torch.tensor(float(named["steps"].get(name, 0)), device="cpu"),
+            **moments[name],
+        }
         for name in names
     }
     return {"state": state, "param_groups": groups}
@@ -288,7 +291,7 @@ def _rows_of_slab(info: StateInfo) -> int | None:
 
 def _gather_slabs(parts: Iterable[StatePart]) -> Iterator[tuple[StateInfo, int, torch.Tensor]]:
     """Joins parts to (tensor, first row, slab); every slab has its own memory."""
-    slab, filled = torch.empty(0), 0
+    slab, filled = torch.empty(0, device="cpu"), 0
     for part in parts:
         info = part.info
         numel = math.prod(info.shape)
@@ -301,7 +304,9 @@ def _gather_slabs(parts: Iterable[StatePart]) -> Iterator[tuple[StateInfo, int, 
         while done < part.values.numel():
             at = part.start + done
             if not filled:
-                slab = torch.empty(min(rows * row_numel, numel - at), dtype=info.dtype)
+                slab = torch.empty(
+                    min(rows * row_numel, numel - at), dtype=info.dtype, device="cpu"
+                )
             count = min(slab.numel() - filled, part.values.numel() - done)
             slab[filled : filled + count] = part.values[done : done + count]
             filled, done = filled + count, done + count
@@ -375,7 +380,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dic
                     continue
                 for spec in unit.trainable():
                     facts = spec.facts
-                    empty = torch.empty_strided(facts.shape, facts.stride)
+                    empty = torch.empty_strided(facts.shape, facts.stride, device="cpu")
                     moments.setdefault(spec.name, {})[state_kind.value] = empty
                 for part in state.parts(unit, state_kind):
                     full = moments[part.spec.name][state_kind.value].as_strided(
@@ -389,7 +394,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dic
     for index, entry in steps.items():
         of_torch = state_of_torch(named, names[index], moments.get(names[index], {}))
         if optimizer.name != "sgd":
-            of_torch["step"] = torch.tensor(float(entry["step"]))
+            of_torch["step"] = torch.tensor(float(entry["step"]), device="cpu")
         if of_torch:
             answer["state"][index] = of_torch
     for group in answer["param_groups"]:
@@ -416,5 +421,5 @@ def defaults_of_torch(name: str) -> dict[str, Any]:
     }.get(name)  # fmt: skip
     if cls is None:
         return {}
-    defaults: dict[str, Any] = cls([torch.empty(0)]).state_dict()["param_groups"][0]
+    defaults: dict[str, Any] = cls([torch.empty(0, device="cpu")]).state_dict()["param_groups"][0]
     return defaults

@@ -125,7 +125,7 @@ class _Directory:
     def _empty(self, key: str) -> torch.Tensor:
         item = self._items[key]
         assert isinstance(item, TensorStorageMetadata)
-        return torch.empty(item.size, dtype=item.properties.dtype)
+        return torch.empty(item.size, dtype=item.properties.dtype, device="cpu")
 
     def read_fp32(self, key: str | None) -> torch.Tensor | None:
         """Returns a fresh fp32 host tensor; None for None. Raises as `read`."""

@@ -318,7 +318,7 @@ def _placed(
     if starts[-1] > _MOST_NUMBERS:
         return None
     numbers = {
-        name: torch.arange(int(start), int(start) + math.prod(shape)).view(shape)
+        name: torch.arange(int(start), int(start) + math.prod(shape), device="cpu").view(shape)
         for name, shape, start in zip(group.source_names, small, starts, strict=False)
     }
     try:

@@ -150,7 +150,7 @@ class SafetensorsReader(Closing):
     def read(self, name: str) -> torch.Tensor:
         """Returns a fresh CPU tensor, which the caller owns. Raises as `read_into`."""
         info = self._readable(name)
-        tensor = torch.empty(info.shape, dtype=info.dtype)
+        tensor = torch.empty(info.shape, dtype=info.dtype, device="cpu")
         self.read_into(name, 0, tensor)
         return tensor
 

@@ -126,7 +126,7 @@ class WeightTensors:
         if isinstance(encoded.codec, Plain):
             return self.read_stored(name)
         parts = [self.read_stored(part).reshape(-1).view(torch.uint8) for part in encoded.names]
-        tensor = torch.empty(encoded.shape, dtype=dtype or encoded.dtype)
+        tensor = torch.empty(encoded.shape, dtype=dtype or encoded.dtype, device="cpu")
         encoded.codec.decode(parts, encoded.shape, tensor)
         return tensor
 
@@ -171,7 +171,7 @@ class WeightTensors:
         if not isinstance(self._encoded[name].codec, Plain):
             return self.read(name)[start:stop].clone()
         info = self._infos[name]
-        rows = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
+        rows = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype, device="cpu")
         with self._opened(name) as reader:
             reader.read_into(name, start * math.prod(info.shape[1:]), rows)
         return rows

@@ -225,7 +225,7 @@ def in_row_major(parts: Iterable[Part]) -> Iterator[Part]:
             yield part
             continue
         if full is None:
-            full = torch.empty(spec.numel, dtype=part.values.dtype)
+            full = torch.empty(spec.numel, dtype=part.values.dtype, device="cpu")
         full[part.start : stop] = part.values
         if stop == spec.numel:
             shaped = full.as_strided(spec.facts.shape, spec.facts.stride)
@@ -499,7 +499,9 @@ def _write_state_kind(
     scales = {tensor.spec: tensor for tensor in of_state_kind if tensor.is_scales}
     for tensor in of_state_kind:
         if not tensor.spec.numel:  # `parts` yields no part of it.
-            writer.write_part(tensor.name, 0, torch.empty(tensor.info.shape, dtype=tensor.dtype))
+            writer.write_part(
+                tensor.name, 0, torch.empty(tensor.info.shape, dtype=tensor.dtype, device="cpu")
+            )
 
     def without_scales() -> Iterator[Part]:
         for part in state.parts(unit, state_kind):

@@ -226,7 +226,7 @@ class _ModelReader:
     def read(self, name: str) -> torch.Tensor:
         """Returns a fresh tensor on the CPU, in its shape. Raises as `StoredReader.read_into`."""
         info, stride = self._checkpoint.form_of(name)
-        values = torch.empty(math.prod(info.shape), dtype=info.dtype)
+        values = torch.empty(math.prod(info.shape), dtype=info.dtype, device="cpu")
         self._read_into(name, 0, values)
         return values.as_strided(info.shape, stride)
 

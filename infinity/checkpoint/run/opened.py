@@ -106,7 +106,7 @@ class StoredReader(Closing):
 
         Raises as `read_into`.
         """
-        values = torch.empty(stop - start, dtype=tensor.info.dtype)
+        values = torch.empty(stop - start, dtype=tensor.info.dtype, device="cpu")
         self.read_into(tensor, start, values)
         return values
 

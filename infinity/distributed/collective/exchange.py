@@ -426,7 +426,7 @@ class DeviceExchange:
         """Returns memory that is copied from and to the device without a wait of the host: uint8
         (nbytes,), undefined values."""
         is_pinned = self._device.torch_device.type == "cuda"
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
 
     def _exchange_presence(self, present: torch.Tensor, *, is_present: bool) -> None:
         """Tells the other ranks whether this rank has given gradients. `present`: as of `sum`."""

@@ -95,7 +95,7 @@ class NormsOfRanks:
             for share in self._shares[tensor]:
                 bounds.append(blocks_of(share)[1])
                 roots += self._roots[tensor, share.rank].tolist()
-            total = torch.tensor(tree_sum(roots, bounds), dtype=torch.float64)
+            total = torch.tensor(tree_sum(roots, bounds), dtype=torch.float64, device="cpu")
             self._norms[tensor] = total.sqrt().float()
         return self._norms[tensor]
 

@@ -145,7 +145,9 @@ class SumsOverRanks:
         for tensor in tensors:
             unit, share = self._owned.get(tensor, (None, None))
             if unit is not None and share is not None and not self.store.has(share.part):
-                self.store.add(unit, share.part, torch.zeros(share.part.numel), is_on_host=True)
+                self.store.add(
+                    unit, share.part, torch.zeros(share.part.numel, device="cpu"), is_on_host=True
+                )
 
     def forget(self, tensor: int) -> None:
         """Drops what was contributed to a tensor, and its sum."""
@@ -173,6 +175,6 @@ class SumsOverRanks:
 
 def on_host(device: DeviceAdapter, flat: torch.Tensor) -> torch.Tensor:
     """Returns a copy in host memory."""
-    copy = torch.empty(flat.shape, dtype=flat.dtype)
+    copy = torch.empty(flat.shape, dtype=flat.dtype, device="cpu")
     device.copy(flat, copy).wait()
     return copy

@@ -154,7 +154,7 @@ class PartialGradients:
         any."""
         if partial.values is not None:
             return partial.values
-        values = torch.empty(partial.numel, dtype=partial.dtype)
+        values = torch.empty(partial.numel, dtype=partial.dtype, device="cpu")
         content = values.view(torch.uint8)
         assert self._volume is not None and self._window is not None
         assert partial.scratch is not None

@@ -78,7 +78,7 @@ class BlockRuns:
         self._is_parameter_memory = is_parameter_memory
         self._is_fiber = is_fiber
         # Requires a gradient, so that boundaries are part of a graph.
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._kept: dict[int, Repeated] = {}  # From probes, by the number of the call.
 
     # -- First forward -----------------------------------------------------------------------------

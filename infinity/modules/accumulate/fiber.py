@@ -344,7 +344,7 @@ class Random:
         """
         self._of_numpy = _OfNumpy()  # A program may have put back a kept number alone.
         kept = self.state()
-        seeds = [int(torch.randint(2**62, ())) for _ in range(count - 1)]
+        seeds = [int(torch.randint(2**62, (), device="cpu")) for _ in range(count - 1)]
         states = [kept][:count]
         of_device = 0 if self._device is None else _number_of(kept[3])
         for seed in seeds:
@@ -367,7 +367,7 @@ class Random:
         self.set(fibers[0][0])
         has_drawn = [not is_alike(last, first) for last, first in fibers]
         if any(has_drawn) and not has_drawn[0]:
-            torch.randint(2**62, ())
+            torch.randint(2**62, (), device="cpu")
 
 
 def _number_of(state: torch.Tensor) -> int:

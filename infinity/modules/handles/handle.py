@@ -500,7 +500,7 @@ def _refuse_reshape(handle: Handle, *args: Any, **kwargs: Any) -> Any:
 
 def _array(handle: Handle, *args: Any, **kwargs: Any) -> Any:
     if handle.requires_grad and not kwargs.get("force"):
-        torch.empty(0, requires_grad=True).numpy()  # Raises the message of torch.
+        torch.empty(0, requires_grad=True, device="cpu").numpy()  # Raises the message of torch.
     if handle.is_state:
         return handle.in_memory().__array__(*args)
     return handle.detach().__array__(*args) if args else handle.detach().numpy()

@@ -305,7 +305,7 @@ def model_for_text(
 
     with torch.device("meta"), torch.no_grad():
         model = empty_model(hf_config, torch.bfloat16, where, trusts_code=trusts_code, kind=kind)
-        ids, refusal = torch.zeros(1, 8, dtype=torch.long), ""
+        ids, refusal = torch.zeros(1, 8, dtype=torch.long, device="meta"), ""
         options = {"labels": ids, "use_cache": False}
         try:
             if scores_sequences(model):

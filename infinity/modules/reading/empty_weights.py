@@ -332,7 +332,12 @@ def _take(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(tensor, Awaited):
         # With dtype and device of an awaited one, as the target of a conversion.
-        target: Any = [torch.empty(0, dtype=a.dtype) if isinstance(a, Awaited) else a for a in args]
+        target: Any = [
+            torch.empty(0, dtype=a.dtype, device=torch.get_default_device())
+            if isinstance(a, Awaited)
+            else a
+            for a in args
+        ]
         return tensor.to(*target, **kwargs)
     if args and isinstance(args[0], torch.Tensor):
         device, dtype = args[0].device, args[0].dtype

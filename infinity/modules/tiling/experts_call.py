@@ -450,7 +450,7 @@ def anchored(tiles: Sequence[nn.Module]) -> torch.Tensor | None:
     """Returns the anchor of a call, if one of its tiles is trained."""
     if not torch.is_grad_enabled() or not any(tile.is_trained for tile in tiles):
         return None
-    return torch.zeros((), requires_grad=True).clone()
+    return torch.zeros((), requires_grad=True, device="cpu").clone()
 
 
 # -- One product for all experts of a tile ---------------------------------------------------------

@@ -379,7 +379,7 @@ class GradientStore(GradientSink):
         assert known.is_present
         known.need_norm()
         if spec.numel == 0:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         if known.scale is not None:
             self.apply_scales(unit)
         self._resting.start(spec)
@@ -394,7 +394,7 @@ class GradientStore(GradientSink):
         """A copy of one gradient: fp32, the parameter's shape, on the host."""
         assert self.has(spec)
         if spec.numel == 0:
-            return torch.zeros(spec.facts.shape)
+            return torch.zeros(spec.facts.shape, device="cpu")
         self.finish_copies()
         on_device = self.resting_on_device(unit)
         if on_device is not None:

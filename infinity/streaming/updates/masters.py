@@ -109,7 +109,7 @@ class Masters(MasterWeights):
             return
         low, high = align_down(start, PAGE_NBYTES), align_up(stop, PAGE_NBYTES)
         if low == high:
-            yield torch.empty(0, dtype=unit.master_dtype)
+            yield torch.empty(0, dtype=unit.master_dtype, device="cpu")
             return
         block = self._pool.require(high - low, f"master of {spec.name}")
         transfer: Transfer | None = None
