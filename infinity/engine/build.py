@@ -80,6 +80,7 @@ _log = logging.getLogger("infinity")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+@torch.inference_mode(False)  # A tensor that is made in it cannot be trained.
 def build(
     model: nn.Module,
     config: SwapConfig,

@@ -80,6 +80,7 @@ class ParameterState(_OfOptimizer):
         names: list[str] = self._owner().state_names_of(self._params[0])
         return names
 
+    @torch.inference_mode(False)  # A copy that is made in it has no version.
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.keys():
             raise KeyError(name)

@@ -11,7 +11,7 @@ import gc
 import io
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,11 @@ def test_evaluation_between_steps(guard: Any, swap_directory: Path) -> None:
             side.model.eval()
             with guard():
                 seen[name] = loss_of(side.model, 99).clone()
+                weight = side.model.norm.weight
+                seen[f"{name}: grad"] = None if weight.grad is None else weight.grad.clone()
+                seen.update({f"{name}: {n}": g for n, g in side.gradients().items()})
+                if weight in optimizer.state:
+                    seen[f"{name}: moment"] = optimizer.state[weight]["exp_avg"].clone()
             side.model.train()
 
         for step in range(2):
@@ -920,10 +925,11 @@ def test_a_parameter_is_accepted_in_place_of_its_handle(swap_directory: Path) ->
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_a_default_device_of_the_program_is_not_that_of_the_state(
+def test_a_default_device_and_mode_of_the_program_are_not_those_of_the_state(
     compute: str, swap_directory: Path
 ) -> None:
-    """`torch.set_default_device("cuda")` is for the program's own tensors."""
+    """`torch.set_default_device("cuda")` is for the program's own tensors, and so is
+    `inference_mode` around `offload`."""
 
     def scenario(model: Any, device: str) -> list[Tensor]:
         found, batches = (
@@ -943,7 +949,10 @@ def test_a_default_device_of_the_program_is_not_that_of_the_state(
 
     sides = []
     for device in ("cpu", "meta"):
-        with offloaded(mlp(), swap_config(swap_directory, compute=compute)) as model:
+        with ExitStack() as stack:
+            with torch.inference_mode(device == "meta"):
+                config = swap_config(swap_directory, compute=compute)
+                model = stack.enter_context(offloaded(mlp(), config))
             sides.append(scenario(model, device))
     assert all(map(torch.equal, *sides))
 

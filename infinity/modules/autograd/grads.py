@@ -155,9 +155,10 @@ class ParamGrads:
         own = [param for param in params if _own(param.compute) is None]
         try:
             for param in own:
-                gradient = self.read(param)
-                if gradient is not None:
-                    shown = gradient.to(param.compute.device, param.compute.dtype)
+                with torch.inference_mode(False):  # A copy that is made in it has no version.
+                    gradient = self.read(param)
+                    shown = None if gradient is None else gradient.to(param.compute)
+                if shown is not None:
                     _set_own(param.compute, shown)
                     param.shown = shown, shown._version
             yield

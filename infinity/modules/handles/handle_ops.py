@@ -354,6 +354,7 @@ class HandleOps:
         self._backwards.watch(ModuleCall(units, read), nodes_since(first, answer))
         return answer
 
+    @torch.inference_mode(False)  # A copy that is made in it has no version.
     def _read_gradient(self, handle: Handle) -> torch.Tensor:
         name = handle.name_in_model
         params = [param for param, _ in self._param_table.parts(name)]
