@@ -260,11 +260,8 @@ class AffineGroups(FusedCodec):
             parts.append(flat_bytes((order.argsort() // self.group).int()))
         if names.minima:
             parts.append(flat_bytes(minima))
-        has_shape = self.layout == "ROWS"
-        aside = (
-            {"_shape": torch.tensor(shape, dtype=torch.int32, device="cpu")} if has_shape else {}
-        )
-        return Encoding(self, tuple(parts), aside)
+        aside = {"_shape": torch.tensor(shape, dtype=torch.int32, device="cpu")}
+        return Encoding(self, tuple(parts), aside if self.layout == "ROWS" else {})
 
     def _scales_of(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns (scales and zeros and minima, as stored) of groups in the last dimension; zeros

@@ -27,9 +27,8 @@ def decode_natively(
     """Fills `out` by the native kernels. `offset`: is added to scales that were nested."""
     product = FLOAT_DTYPES[layout.product]
     if layout.values == "E4M3" and product not in (torch.float32, out.dtype):
-        rounded = torch.empty(
-            out.shape, dtype=product, device="cpu"
-        )  # The kernel of FP8 rounds once.
+        # The kernel of FP8 rounds once.
+        rounded = torch.empty(out.shape, dtype=product, device="cpu")
         decode_natively(layout, parts, rounded, offset)
         store(rounded, out)
         return

@@ -226,9 +226,8 @@ def has_reference_bits(
     """Decodes weights of random bytes by one launch, and each by the reference."""
     source = torch.Generator().manual_seed(0)  # Not the program's own generator.
     stored, weights, numel = _trial_weights(codec, dtype, variant)
-    block = torch.randint(256, (stored,), generator=source, dtype=torch.uint8, device="cpu").to(
-        device
-    )
+    codes = torch.randint(256, (stored,), generator=source, dtype=torch.uint8, device="cpu")
+    block = codes.to(device)
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     found = torch.full((numel,), 21845, dtype=bits, device=device)
     expected = found.clone()

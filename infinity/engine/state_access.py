@@ -95,12 +95,7 @@ class StateAccess:
         return self.store.location(unit, kind) is not None
 
     def parts(
-        self,
-        unit: Unit,
-        kind: StateKind,
-        *,
-        keep: bool = False,
-        only: TensorSpec | None = None,
+        self, unit: Unit, kind: StateKind, *, keep: bool = False, only: TensorSpec | None = None
     ) -> Iterator[Part]:
         """Yields every element of a state kind once, tensor by tensor in memory order. `only`: no
         more than the part of this tensor need be read.

@@ -24,12 +24,7 @@ def fma(a: torch.Tensor | float, b: torch.Tensor | float, c: torch.Tensor | floa
     Source: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms
     using rounding to odd", 2008, theorem 1.
     """
-    wide = [
-        x.double()
-        if isinstance(x, torch.Tensor)
-        else torch.tensor(x, dtype=torch.float64, device="cpu")
-        for x in (a, b, c)
-    ]
+    wide = [torch.as_tensor(x, device=getattr(x, "device", "cpu")).double() for x in (a, b, c)]
     product = wide[0] * wide[1]
     total = product + wide[2]
     # The exact error of that sum: Knuth's TwoSum.

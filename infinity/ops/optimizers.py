@@ -23,9 +23,7 @@ from infinity.ops.span import StateSpan, check_spans
 from infinity.private.torch import fused_adam_, fused_adamw_, fused_sgd_
 
 REFERENCE_LANES = 8  # Elements in one vector of torch's kernels, whose bits these are.
-_CANONICAL_NAN = torch.tensor(0xFFC00000 - 2**32, dtype=torch.int32, device="cpu").view(
-    torch.float32
-)
+_CANONICAL_NAN = torch.tensor(-(1 << 22), dtype=torch.int32, device="cpu").view(torch.float32)
 # Of each rule of torch, both ways of interpolating a moment, and every way of a momentum.
 _PROBED: dict[type[Settings], tuple[Settings, ...]] = {
     kind: tuple(

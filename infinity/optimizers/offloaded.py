@@ -162,6 +162,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if isinstance(self.state, OptimizerState):
             self._own(found)
 
+    def _in_groups(self) -> list[OffloadedParam]:
+        """Returns the parameters of `param_groups`, which a program may have changed itself."""
+        found: dict[int, OffloadedParam] = {}
+        for group in self.param_groups:
+            for handle in group["params"]:
+                found[id(handle)] = self._params.get(id(handle)) or self._find(handle)
+                self._groups[id(handle)] = group
+        self._params.update(found)  # What was taken out keeps its state.
+        return list(found.values())
+
     def _own(self, params: Iterable[OffloadedParam]) -> None:
         """Takes parameters from the optimizers that had them, which keep them if this one is
         refused: nothing raises after this."""
@@ -213,6 +223,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}.step(): the engine of this model is closed and its state "
                 "is gone; make the steps before close()"
             )
+        self._in_groups()
         self.engine.begin_step()
         self._clip()
         if self.step_was_skipped:
@@ -223,7 +234,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             made: dict[int, Settings] = {}  # By step.
             for handle in group["params"]:
                 key = id(handle)
-                param = self._params.get(key) or self._find(handle)
+                param = self._params[key]
                 if has_gradient(param.spec):
                     if param.optimizer is None or param.optimizer() is not self:
                         raise _other_optimizer(param)
@@ -292,13 +303,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _in_order(self) -> list[Handle]:
         """Returns the parameters in the order of the model, as a call with `model.parameters()`
         gives them, for any groups."""
-        own = {id(param) for param in self._params.values()}
+        own = {id(param) for param in self._in_groups()}
         return [param.handle for param in self.engine.params if id(param) in own]
 
     def _stamps(self) -> dict[TensorSpec, tuple[int, int]]:
         """Returns the stamps of all gradients of this optimizer."""
         gradients = self.engine.gradients
-        stamps = {param.spec: gradients.stamp(param.spec) for param in self._params.values()}
+        stamps = {param.spec: gradients.stamp(param.spec) for param in self._in_groups()}
         return {spec: stamp for spec, stamp in stamps.items() if stamp is not None}
 
     def _still_clipped(self, stamps: Mapping[TensorSpec, tuple[int, int]]) -> set[TensorSpec]:
@@ -382,7 +393,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients; with `set_to_none=False`, sets existing gradients to zero."""
         if self._engine is not None:
-            self._engine.zero_gradients(self._params.values(), set_to_none=set_to_none)
+            self._engine.zero_gradients(self._in_groups(), set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns settings and step counts. Moments stay on their tiers and are never part of the

@@ -241,6 +241,23 @@ def test_groups_with_options_of_their_own(swap_directory: Path) -> None:
     compare(scenario, decoder, swap_directory)
 
 
+def test_a_group_that_the_program_changes_itself(swap_directory: Path) -> None:
+    """What is taken out keeps its gradient, its value and its moments."""
+
+    def scenario(side: Side) -> Named:
+        def after(step: int, optimizer: Any) -> None:
+            group = optimizer.param_groups[0]
+            if step == 1:
+                group["params"] = group["params"][::2]
+            optimizer.param_groups[0] = {**group, "lr": group["lr"] / 2}
+
+        seen = trained(side, steps=4, after=after)
+        moments = [side.optimizer.state[p]["exp_avg"] for p in side.model.parameters()]
+        return seen | {f"moment {index}": moment.clone() for index, moment in enumerate(moments)}
+
+    compare(scenario, mlp, swap_directory)
+
+
 def test_named_parameters_in_groups(swap_directory: Path) -> None:
     def scenario(side: Side) -> Named:
         return trained(side, steps=1, groups=lambda model: list(model.named_parameters()))

@@ -168,12 +168,10 @@ def _optimizer_dict(named: dict[str, Any], moments: dict[str, dict[str, Any]]) -
     defaults = defaults_of_torch(named.get("name", "adamw"))
     groups = [{**defaults, **group} for group in named["groups"]]
     names = [name for group in groups for name in group["params"] if name in moments]
+    steps = {name: float(named["steps"].get(name, 0)) for name in names}
     state = {
-        name: {
-            "step": torch.tensor(float(named["steps"].get(name, 0)), device="cpu"),
-            **moments[name],
-        }
-        for name in names
+        name: {"step": torch.tensor(step, device="cpu"), **moments[name]}
+        for name, step in steps.items()
     }
     return {"state": state, "param_groups": groups}
 
@@ -304,9 +302,8 @@ def _gather_slabs(parts: Iterable[StatePart]) -> Iterator[tuple[StateInfo, int, 
         while done < part.values.numel():
             at = part.start + done
             if not filled:
-                slab = torch.empty(
-                    min(rows * row_numel, numel - at), dtype=info.dtype, device="cpu"
-                )
+                slab_numel = min(rows * row_numel, numel - at)
+                slab = torch.empty(slab_numel, dtype=info.dtype, device="cpu")
             count = min(slab.numel() - filled, part.values.numel() - done)
             slab[filled : filled + count] = part.values[done : done + count]
             filled, done = filled + count, done + count

@@ -499,9 +499,8 @@ def _write_state_kind(
     scales = {tensor.spec: tensor for tensor in of_state_kind if tensor.is_scales}
     for tensor in of_state_kind:
         if not tensor.spec.numel:  # `parts` yields no part of it.
-            writer.write_part(
-                tensor.name, 0, torch.empty(tensor.info.shape, dtype=tensor.dtype, device="cpu")
-            )
+            empty = torch.empty(tensor.info.shape, dtype=tensor.dtype, device="cpu")
+            writer.write_part(tensor.name, 0, empty)
 
     def without_scales() -> Iterator[Part]:
         for part in state.parts(unit, state_kind):

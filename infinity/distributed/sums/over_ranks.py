@@ -145,9 +145,8 @@ class SumsOverRanks:
         for tensor in tensors:
             unit, share = self._owned.get(tensor, (None, None))
             if unit is not None and share is not None and not self.store.has(share.part):
-                self.store.add(
-                    unit, share.part, torch.zeros(share.part.numel, device="cpu"), is_on_host=True
-                )
+                zeros = torch.zeros(share.part.numel, device="cpu")
+                self.store.add(unit, share.part, zeros, is_on_host=True)
 
     def forget(self, tensor: int) -> None:
         """Drops what was contributed to a tensor, and its sum."""

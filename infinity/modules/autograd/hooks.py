@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import get_ident
@@ -44,7 +44,6 @@ from infinity.modules.autograd.forward_nodes import (
     nodes_since,
 )
 from infinity.modules.autograd.outputs import detach_from_parameters
-from infinity.modules.autograd.param import OffloadedParam
 from infinity.modules.autograd.threads import (
     LOOKS_S,
     PATIENCE_S,
@@ -53,7 +52,7 @@ from infinity.modules.autograd.threads import (
     is_nested_backward,
     thread_of_backward,
 )
-from infinity.modules.autograd.uses import UnitUses
+from infinity.modules.autograd.uses import Lent, UnitUses
 from infinity.modules.handles.torch_functions import outside_graphs
 from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.modules.reading.discover import HookedModule
@@ -72,7 +71,7 @@ class ModuleCall:
     """One call of a hooked module, or one use of single units, from forward to end of backward."""
 
     units: list[int]
-    lent: Sequence[OffloadedParam] = ()  # See `UnitUses.enter`.
+    lent: Lent = ()
     backward_id: int = OUTSIDE_BACKWARD
     exits_left: int = 0
     streams: set[Hashable] = dataclasses.field(default_factory=set)  # Of its backward so far.

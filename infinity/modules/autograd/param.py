@@ -142,11 +142,6 @@ class UnitParams:
         for number, param in enumerate(params):
             param.number, param.in_unit = number, self
 
-    @property
-    def used(self) -> Collection[OffloadedParam]:
-        """See `ParamTable.used`."""
-        return self.params if self.is_shown else self.lent
-
     def versions_now(self) -> list[int]:
         """The present versions of the compute parameters."""
         return list(map(_version_of, self.computes))
@@ -242,7 +237,7 @@ class ParamTable:
         here = self._by_unit.get(unit, self._none)
         if here.is_shown and all(map(torch.Tensor.is_set_to, here.computes, here.memory)):
             return []  # Mostly; without a call of Python for each.
-        return [param for param in here.used if param.stands_elsewhere]
+        return [param for param in self.used(unit) if param.stands_elsewhere]
 
     def was_changed(self, unit: int) -> bool:
         """Whether a parameter of the unit was changed in the use that ends."""
@@ -253,7 +248,8 @@ class ParamTable:
 
     def used(self, unit: int) -> Collection[OffloadedParam]:
         """Returns the parameters of a unit that the present use may change."""
-        return self._by_unit.get(unit, self._none).used
+        here = self._by_unit.get(unit, self._none)
+        return here.params if here.is_shown else here.lent
 
     def changed(self, unit: int, lent: Iterable[OffloadedParam]) -> list[OffloadedParam]:
         """Returns the parameters of a unit (those in `lent`, if there are any) that were changed

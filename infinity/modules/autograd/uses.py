@@ -46,6 +46,7 @@ def _drop_casts(passes: Passes) -> None:
 
 
 OnTile = Callable[[list[int], bool], None]  # See `UnitUses.tiles_stop`.
+Lent = Sequence[OffloadedParam]  # See `UnitUses.enter`.
 
 
 class UnitUses:
@@ -93,13 +94,7 @@ class UnitUses:
 
     # -- Uses ------------------------------------------------------------------------------------
 
-    def enter(
-        self,
-        units: Sequence[int],
-        lent: Sequence[OffloadedParam] = (),
-        *,
-        is_of_pass: bool = True,
-    ) -> None:
+    def enter(self, units: Sequence[int], lent: Lent = (), *, is_of_pass: bool = True) -> None:
         """Begins a use of each unit, or of none: a failure ends the uses that have begun. The
         caller delays interrupts.
 
@@ -170,11 +165,7 @@ class UnitUses:
 
     @contextmanager
     def using(
-        self,
-        units: Sequence[int],
-        lent: Sequence[OffloadedParam] = (),
-        *,
-        is_of_pass: bool | None = None,
+        self, units: Sequence[int], lent: Lent = (), *, is_of_pass: bool | None = None
     ) -> Iterator[None]:
         """Uses units outside the hooks: for reads from outside and operations on handles, and for
         a module whose caller keeps its units. `is_of_pass`: None if a pass is running."""
@@ -196,7 +187,7 @@ class UnitUses:
                     finally:
                         self.users.remove(thread)
 
-    def _update(self, unit: int, lent: Sequence[OffloadedParam]) -> None:
+    def _update(self, unit: int, lent: Lent) -> None:
         if self.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
         self._changes.refuse_changed_away(unit, lent)

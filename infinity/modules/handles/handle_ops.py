@@ -246,7 +246,7 @@ class HandleOps:
             if self._initialising is not None:
                 by_compute = {id(loan.tensor): params[key].handle for key, loan in lent.items()}
                 return by_compute.get(id(answer), answer)
-            return self._shown(units, read, answer, first, lent.values())
+            return self._shown(ModuleCall(units, read), answer, first, lent.values())
 
     def _with_rows(
         self,
@@ -335,14 +335,7 @@ class HandleOps:
                     "gradient, and a parameter is none; change it under torch.no_grad()"
                 )
 
-    def _shown(
-        self,
-        units: list[int],
-        read: list[OffloadedParam],
-        answer: Any,
-        first: int,
-        lent: Iterable[_Lent],
-    ) -> Any:
+    def _shown(self, call: ModuleCall, answer: Any, first: int, lent: Iterable[_Lent]) -> Any:
         """Returns the result in a form that the caller may keep."""
         for loan in lent:
             if answer is loan.tensor and loan.was_changed:
@@ -351,7 +344,7 @@ class HandleOps:
         # Copies views of memory that will be released, and fetches the units again in the backward
         # of the result.
         answer = detach_from_parameters(answer, self._param_table.is_parameter_memory)
-        self._backwards.watch(ModuleCall(units, read), nodes_since(first, answer))
+        self._backwards.watch(call, nodes_since(first, answer))
         return answer
 
     @torch.inference_mode(False)  # A copy that is made in it has no version.

@@ -333,9 +333,7 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(tensor, Awaited):
         # With dtype and device of an awaited one, as the target of a conversion.
         target: Any = [
-            torch.empty(0, dtype=a.dtype, device=torch.get_default_device())
-            if isinstance(a, Awaited)
-            else a
+            torch.empty(0, dtype=a.dtype, device=None) if isinstance(a, Awaited) else a
             for a in args
         ]
         return tensor.to(*target, **kwargs)
