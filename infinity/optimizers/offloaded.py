@@ -395,6 +395,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.zero_gradients(self._in_groups(), set_to_none=set_to_none)
 
+    @override
+    def __getstate__(self) -> Any:
+        raise UnsupportedError(
+            f"infinity.{type(self).__name__} cannot be pickled or copied: its moments rest on "
+            "tiers. Save optimizer.state_dict(), or all state by infinity.checkpoint.save"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Returns settings and step counts. Moments stay on their tiers and are never part of the
         dict."""

@@ -712,6 +712,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "deepcopy-parameter": (lambda m: copy.deepcopy(m.norm.weight), "gather"),
     "pickle": (pickle.dumps, "export|gather"),
     "torch-save": (lambda m: torch.save(m, io.BytesIO()), "export|gather"),
+    "pickle-optimizer": (lambda m: pickle.dumps(infinity.AdamW(m, lr=1)), "state_dict"),
     "plain-optimizer": (_plain_optimizer, r"infinity\.AdamW|gather"),
     "share-memory": (lambda m: m.share_memory(), "tier|released"),
     "offload-twice": (lambda m: infinity.offload(m), "already|offloaded"),
