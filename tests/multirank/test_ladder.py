@@ -4,6 +4,7 @@ each other: every other rank ends soon and names it, and the run resumes to the 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import time
@@ -90,7 +91,7 @@ def check(directory: Path, call: str, victim: int, number: int, weights: dict[st
     ended_s = time.monotonic() - float((directory / "death").read_text())
     assert ended_s < TIME_LIMIT_S
     for code, last in outcomes.values():
-        assert code == 2 and last.startswith(f"error: rank {victim} "), (call, last)
+        assert code == 2 and re.match(rf"error: rank {victim}\b", last), (call, last)
         assert "--resume" in last
     assert run(directory, "-1", -1, 0, "--resume") == dict.fromkeys(range(COUNT), (0, ""))
     found = load_file(directory / "out" / "model.safetensors")
