@@ -203,6 +203,7 @@ def test_a_new_head_over_a_pretrained_base_is_drawn_from_the_seed(
     finally:
         infinity.engine_of(model).close()
     assert "'score.weight' of LlamaForSequenceClassification are not in" in caplog.text
+    assert "the values are new, or an adapter's" in caplog.text
 
 
 def test_import_refuses_a_checkpoint_of_this_class_with_missing_names(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ class ImportPlan:
         kind = type(self.view.model).__name__
         if self.missing:
             _log.warning(
-                "%s of %s are not in %s and are newly initialised",
+                "%s of %s are not in %s: the values are new, or an adapter's",
                 listed(self.missing), kind, self.source.path,
             )  # fmt: skip
         if self.unexpected:
