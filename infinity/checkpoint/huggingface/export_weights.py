@@ -68,16 +68,18 @@ def export_safetensors(
         from the engine of the model, or from the model itself if it has no engine
 
     Replaces the files of an earlier export, and leaves other files of the directory as they are.
-    Raises ConfigError for a PEFT model, for a bad `max_shard_nbytes` and where another export is
-    being written; StorageError for too little space before anything is written, and for a write
-    that fails.
+    One rank is enough; ranks that export to one directory take turns. Raises ConfigError for a PEFT
+    model, for a bad `max_shard_nbytes` and where another program is exporting; StorageError for too
+    little space before anything is written, and for a write that fails.
     """
     directory, read = Path(directory), read or _reader(model, master=master)
     engine = _engine_of(model)
     with contextlib.nullcontext() if engine is None else engine.alone():  # Files are of one step.
         plan = plan_export(model, max_shard_nbytes=max_shard_nbytes, master=master)
         make_directory(directory)
-        with locked(directory, "another export is being written there", is_needed=False):
+        waits = engine is not None and engine.num_ranks > 1
+        busy = "another export is being written there"
+        with locked(directory, busy, is_needed=False, waits=waits):
             _write(model, directory, plan, tokenizer, read, master=master)
     return [directory / shard for shard in plan.shards]
 

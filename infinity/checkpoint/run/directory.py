@@ -293,17 +293,19 @@ def read_content(path: Path) -> bytes:
 
 
 @contextmanager
-def locked(directory: Path, busy: str = _BUSY, *, is_needed: bool = True) -> Iterator[None]:
+def locked(
+    directory: Path, busy: str = _BUSY, *, is_needed: bool = True, waits: bool = False
+) -> Iterator[None]:
     """Holds the lock of the directory during the block; the kernel drops it with the process.
 
-    Raises ConfigError, which `busy` completes, if another process holds it, StorageError where file
-    systems have no locks, unless the lock is not `is_needed`.
+    Raises ConfigError, which `busy` completes, if another process holds it, unless it `waits` for
+    that process; StorageError where file systems have no locks, unless the lock is not `is_needed`.
     """
     with reporting("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
                 raise ConfigError(f"{directory}: {busy}") from None
