@@ -150,7 +150,7 @@ class RestingWeights(UpdatedWeights):
         try:
             place.transfer.wait()
         except StorageError:
-            self.forget(unit)  # Who needs the bytes next reads them again.
+            self.forget(unit)  # The next use reads them again.
             raise
         volume = self._local.volume
         assert volume is not None

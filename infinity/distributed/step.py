@@ -162,7 +162,7 @@ class DistributedUpdater(StepRunner):
 
     @override
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
-        """Raises InfinityError if an update after the step has failed. Whoever reads a pending
+        """Raises InfinityError if an update after the step has failed. A read of a pending
         shard waits for its update."""
         self._store.pending.check()
 
@@ -213,7 +213,7 @@ class DistributedUpdater(StepRunner):
             self.deferred.withdraw()
         self._store.pending.forget_expected()
         self._store.pending.await_all()
-        self._store.kept.forget()  # Who looks at all state may change it.
+        self._store.kept.forget()  # A caller that looks at all state may change it.
         self.local.settle()
 
     @override

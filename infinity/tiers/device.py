@@ -254,7 +254,7 @@ class DeviceAdapter:
         return _do_nothing
 
     def give_back_memory(self) -> None:
-        """Gives memory that nobody has to whoever asks the device for some."""
+        """Returns cached memory that nothing uses to the driver."""
 
     def synchronize(self) -> None:
         """Blocks until the device has nothing left to do."""

@@ -17,7 +17,7 @@ Note [Tight budgets]
 
 Note [Spare memory]
   `try_spare` allocates memory for something that is only faster with it. Its owner registers as a
-  giver that gives blocks back at once. Whoever else allocates asks it first, so nobody has less
+  giver that gives blocks back at once. Every other allocation asks it first, so nobody has less
   memory because of spare blocks.
 """
 

@@ -169,7 +169,7 @@ class Issuer:
 
 
 def _is_over(copy: Copy) -> bool:
-    """Whether the copy is done, or has failed: whoever waits for its result gets the error."""
+    """Whether the copy is done, or has failed: a wait for its result raises the error."""
     try:
         return copy.done()
     except Exception:

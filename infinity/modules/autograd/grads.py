@@ -184,8 +184,8 @@ class ParamGrads:
             self._gradients.forget(param.spec)
 
     def scale(self, param: OffloadedParam, factor: float) -> None:
-        """Multiplies the gradient by an fp32 value, as `mul_` does. Whoever reads the gradient
-        next applies the factor; there may be no pending updates."""
+        """Multiplies the gradient by an fp32 value, as `mul_` does. The next reader of the
+        gradient applies the factor; there may be no pending updates."""
         with UNINTERRUPTED, self._lock:
             if self._gradients.factors([param.spec]):  # Both products are rounded, as in torch.
                 self.apply_scales([param.unit])

@@ -27,7 +27,7 @@ Note [Narrow sums]
   cross the link, and the update reads half as many. It widens them itself, and so do norms
   (`ops/norms.py`), so no bit changes. The last step says what this one is expected to be like.
   They lie in the second half of their fp32 memory. Before anything is added to one, or one is
-  changed, all of the unit are widened, in place; whoever updates with them ends before.
+  changed, all of the unit are widened, in place; an update that reads them ends before.
 
 Note [Staging blocks]
   Two blocks are within every budget; where memory is free there are more, so that as many gradients

@@ -194,7 +194,7 @@ class RestingNorms:
         return True
 
     def clear(self) -> None:
-        """Forgets all sums; their tasks were ended. Who closes the device waits for the copies."""
+        """Forgets all sums; their tasks were ended. Closing the device waits for the copies."""
         self._due.clear()
         self._searched.clear()
         self._measured.clear()

@@ -151,7 +151,7 @@ class TensorGradient:
         return self.norm
 
     def end_task(self) -> None:
-        """Nobody reads the sum any more, and its norm is not needed. Waits for who does."""
+        """Nobody reads the sum any more, and its norm is not needed. Waits for a reader."""
         if self.task is not None:
             self.task.end()
             self.task = None

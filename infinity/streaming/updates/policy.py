@@ -40,7 +40,7 @@ def choose_early(order: Sequence[int], nbytes: Mapping[int, int], share: float) 
 
 class EarlyPolicy:
     """Predicts from one step to the next. `nbytes`: state of each unit that can be updated early.
-    `is_newest_first`: whoever updates takes the unit first whose gradients came last."""
+    `is_newest_first`: the unit whose gradients came last is updated first."""
 
     def __init__(self, nbytes: Mapping[int, int], *, is_newest_first: bool = False) -> None:
         self._nbytes = nbytes

@@ -173,7 +173,7 @@ class Updater(StepRunner):
 
     @override
     def abandon(self) -> None:
-        with contextlib.suppress(Exception):  # It would have been raised by whoever needed it.
+        with contextlib.suppress(Exception):  # The updates are given up, and so is their error.
             self._gradients.end_readers()
         self._turns.withdraw_pending()
         self.finish_writes()

@@ -35,7 +35,7 @@ _POLL_S = 0.05
 class LooseWork:
     """A part of a turn that runs without the engine's lock, and what follows it under the lock.
 
-    `work` is called once, by the worker. `end(error)` is called once, by whoever calls `end` first;
+    `work` is called once, by the worker. `end(error)` is called once, by the first caller of `end`;
     `error` is what `work` has raised.
     """
 
@@ -79,7 +79,7 @@ class UpdateWorker:
     next turn can follow at once, or None if there is nothing to do now: the next turn follows a
     `wake`, or the next look, which is soon. The thread waits for the transfers, and compares their
     checksums, without the lock.
-    Whoever needs the bytes of a transfer meets its error.
+    Code that needs the bytes of a transfer meets its error.
 
     What a turn raises is raised by the next `wake`, and no turn follows.
     """
@@ -148,7 +148,7 @@ class UpdateWorker:
             awaited.run()
             return self._end_work(awaited)
         if not awaited:
-            time.sleep(0)  # Who waits for the lock is next.
+            time.sleep(0)  # A thread that waits for the lock is next.
         for transfer in awaited:
             with contextlib.suppress(Exception):
                 transfer.wait()
@@ -158,7 +158,7 @@ class UpdateWorker:
         """Returns whether another turn is to follow."""
         while not self._lock.acquire(timeout=_POLL_S):
             if self._is_closing:
-                return False  # Who closes has the lock, and ends the work.
+                return False  # The caller of `close` has the lock, and ends the work.
         try:
             work.end()
         except BaseException as error:

@@ -258,7 +258,7 @@ class WeightCache:
         block has the bytes of its tier."""
         weights = self.weights[unit]
         if weights.state is WeightState.READING and weights.reading and weights.reading.done():
-            with contextlib.suppress(StorageError):  # Who needs the weights reads them again.
+            with contextlib.suppress(StorageError):  # The next use reads them again.
                 self._moves.finish_read(weights)
         return weights.is_quiet
 

@@ -119,7 +119,7 @@ class ReadAhead:
                 try:
                     has_space = self._fill_one(weights)
                 except StorageError:
-                    return  # Who needs these weights reads them again.
+                    return  # The next use reads them again.
                 except torch.OutOfMemoryError:
                     return  # The computation may still have enough.
             if use == self._filled and self._moves.is_on_device(weights):
