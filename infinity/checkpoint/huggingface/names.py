@@ -108,8 +108,7 @@ def import_groups(
         elif pattern is None:
             collected.setdefault(target, (None, []))[1].append((name, name))
         else:
-            entry = collected.setdefault(target, (converter_of[pattern], []))
-            entry[1].append((pattern, name))
+            collected.setdefault(target, (converter_of[pattern], []))[1].append((pattern, name))
     written_as = {id(made): entry for made, entry in others}
     used = (written_as.get(id(entry), entry) for entry in mapping if entry.was_used())
     model._weight_conversions = [entry for entry in used if entry is not None]
@@ -361,8 +360,7 @@ def _boxes(
     made: np.ndarray[Any, Any], small: list[tuple[int, ...]], starts: np.ndarray[Any, Any]
 ) -> list[tuple[int, _SmallBox | None]]:
     """Returns (index of the source, its box or None) of every source in `made`."""
-    flat = made.ravel()
-    owner = np.searchsorted(starts, flat, side="right") - 1
+    owner = np.searchsorted(starts, made.ravel(), side="right") - 1
     order = np.argsort(owner, kind="stable")
     present, first = np.unique(owner[order], return_index=True)
     found: list[tuple[int, _SmallBox | None]] = []

@@ -144,8 +144,7 @@ def state_tensors(
                     name = f"{name}.{scales_suffix(weight.full)}"
                     yield StateTensor(name, state_kind, spec, torch.float32, True, share)
         if has_gradient(spec):
-            name = f"{spec.name}.gradient"
-            yield StateTensor(name, StateKind.GRADIENTS, spec, torch.float32)
+            yield StateTensor(f"{spec.name}.gradient", StateKind.GRADIENTS, spec, torch.float32)
 
 
 KeptTensors = list[tuple[Unit, list[StateTensor]]]
@@ -483,8 +482,7 @@ def _write_unit(
                 _write_state_kind(writer, state, unit, state_kind, of_state_kind)
         for tensor in tensors:
             if tensor.state_kind is StateKind.GRADIENTS:
-                gradient = state.gradient(unit, tensor.spec)
-                writer.write_part(tensor.name, 0, gradient.contiguous())
+                writer.write_part(tensor.name, 0, state.gradient(unit, tensor.spec).contiguous())
         return writer.end()
 
 

@@ -216,8 +216,7 @@ def _manifest(body: dict[str, Any], schema: int) -> Manifest:
         raise MalformedError(f"it names {len(ranks)} ranks, or one of them twice")
     for file in files:
         plain_name(file.name.removeprefix(_rank_of(file, frozenset(ranks))), "the name of a file")
-    names = {file.name for file in files}
-    if len(names) < len(files):
+    if len({file.name for file in files}) < len(files):
         raise MalformedError("it names a file twice")
     step = integer(field(body, "step"), "step", most=MAX_STEP)
     created, by = field(body, "created"), field(body, "written_by")

@@ -493,8 +493,7 @@ def _tensors_of_file(path: Path, file: FileEntry) -> dict[str, SavedTensor]:
     found = {}
     for name, extent in extents.items():
         info, place = infos[name], (path / file.name, extent)
-        stride = row_major_stride(info.shape)
-        found[name] = SavedTensor(info, stride, extent.kind, file.name, place)
+        found[name] = SavedTensor(info, row_major_stride(info.shape), extent.kind, file.name, place)
     return found
 
 
