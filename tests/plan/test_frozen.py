@@ -99,7 +99,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
         # parameters of a module that these shapes leave out, half of them in bf16.
         ("kimi-k2-int4", 594e9), ("kimi-k2", 1029e9), ("deepseek-v3", 688.6e9 - 14e9),
         ("gpt-oss-120b", 65.2e9), ("qwen3-235b", 470e9), ("qwen3-coder-480b", 960e9),
-        ("llama-3-405b", 812e9),
+        ("llama-3-405b", 812e9), ("kimi-k3", 1560e9),
     ],
 )  # fmt: skip
 def test_a_checkpoint_is_as_large_as_the_published_one(name: str, nbytes: float) -> None:

@@ -30,6 +30,8 @@ from infinity.plan.shapes import scaled_gpt
         ("qwen3-235b", 235.1e9, 22e9),
         ("qwen3-coder-480b", 480.2e9, 35e9),
         ("glm-4.6", 355e9, 32e9),
+        ("kimi-k3", 2.8e12, 104e9),
+        ("qwen3.8-2.4t", 2.42e12, 95e9),
     ],
 )
 def test_published_sizes(name: str, params: float, active: float | None) -> None:
