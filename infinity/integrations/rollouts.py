@@ -20,6 +20,7 @@ import torch
 from infinity.engine.registry import engine_of
 from infinity.errors import InfinityError
 from infinity.integrations.evaluation import MOST_BATCHES
+from infinity.modules.accumulate.module_state import evaluating
 from infinity.modules.accumulate.trial import why_forwards_differ
 from infinity.modules.reading.adapters import SCORER
 
@@ -68,8 +69,7 @@ class AdapterReward:
         """Returns the rewards of what was taken, by one forward of the blocks."""
         from trl.trainer.utils import use_adapter
 
-        model, is_training = self._model, self._model.training
-        device = next(model.parameters()).device
+        model, device = self._model, next(self._model.parameters()).device
         for name, head in self._scorer.named_children():
             if name != self._scorer.base_model_prefix:
                 head.to(device)
@@ -77,12 +77,9 @@ class AdapterReward:
             text=self._texts, return_tensors="pt", padding=True, padding_side="right",
             add_special_tokens=False,
         ).to(device)  # fmt: skip
-        with torch.inference_mode(False), torch.no_grad(), use_adapter(model, SCORER):
-            model.eval()
-            try:
-                found = self._scorer(**inputs, use_cache=False).logits[:, 0]
-            finally:
-                model.train(is_training)
+        scored, plain = use_adapter(model, SCORER), torch.inference_mode(False)
+        with plain, torch.no_grad(), scored, evaluating(model):
+            found = self._scorer(**inputs, use_cache=False).logits[:, 0]
         rewards: list[float] = found.float().tolist()
         return rewards
 

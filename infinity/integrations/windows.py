@@ -32,6 +32,7 @@ from infinity.engine.together import loop_of
 from infinity.errors import UnsupportedError
 from infinity.integrations.evaluation import MOST_BATCHES, EvaluationSweeps
 from infinity.integrations.rollouts import GENERATING, RolloutSteps, generates, is_last_of_window
+from infinity.modules.accumulate.module_state import evaluating
 from infinity.modules.accumulate.purity import describe, is_trusted, own_code, own_method
 from infinity.modules.accumulate.trial import Trial, why_differs, why_forwards_differ
 
@@ -459,12 +460,9 @@ class LayerMajorSteps(RolloutSteps):
         before, ignore_keys = copy.copy(self), self._due.ignore_keys
 
         def step(batch: Any) -> Any:
-            self.model.eval()
-            try:
-                predict = super(LayerMajorSteps, before).prediction_step  # type: ignore[misc]
+            predict = super(LayerMajorSteps, before).prediction_step  # type: ignore[misc]
+            with evaluating(self.model):
                 return predict(before.model, batch, True, ignore_keys=ignore_keys)
-            finally:
-                self.model.train()
 
         return step
 

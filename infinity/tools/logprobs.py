@@ -23,6 +23,7 @@ from infinity.api import forward
 from infinity.config.extras import release_of
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.modules.accumulate.module_state import evaluating
 from infinity.modules.reading.configuration import positions_of
 from infinity.simulate.job import MOST_SEQUENCES
 
@@ -92,13 +93,8 @@ def in_sweeps(
     """Calls a function with each sequence, in eval mode and without gradients; yields the results
     of each sweep when it is over, and the modes of all modules are as before."""
     for start, end in sweeps([len(ids) for ids in sequences], sweep_tokens, model):
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
+        with evaluating(model):
             found = together(model, call, sequences[start:end])
-        finally:
-            for module, mode in modes:  # A class may do more in `train`.
-                module.train(mode)
         yield found
 
 

@@ -41,6 +41,18 @@ _PREPARES = frozenset({"transformers"})
 _MODES = ("training", "forward", "prepare_inputs_for_generation")
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Runs the block in eval mode; the modes of all modules are then as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:  # A class may do more in `train`.
+            module.train(mode)
+
+
 class Touched(NamedTuple):
     """The attributes that a micro-batch has written, and those that it has read before."""
 

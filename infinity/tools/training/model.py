@@ -19,6 +19,7 @@ from infinity.config.schema import changed
 from infinity.config.schema.train import METHODS, Train
 from infinity.config.values import Capacity
 from infinity.errors import CapacityError, ConfigError, refusing
+from infinity.modules.accumulate.module_state import evaluating
 from infinity.modules.reading.configuration import (
     CLASS_NAME,
     auto_class,
@@ -256,22 +257,17 @@ def generate(
     else:
         options.pop("top_k", None)
     pad_id = model.generation_config.pad_token_id
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            output = model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=num_tokens,
-                do_sample=temperature > 0,
-                use_cache=True,
-                pad_token_id=0 if pad_id is None else pad_id,
-                stopping_criteria=StoppingCriteriaList([stop]),
-                **options,
-            )
-    finally:
-        model.train(was_training)
+    with torch.no_grad(), evaluating(model):
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=num_tokens,
+            do_sample=temperature > 0,
+            use_cache=True,
+            pad_token_id=0 if pad_id is None else pad_id,
+            stopping_criteria=StoppingCriteriaList([stop]),
+            **options,
+        )
     ids: list[int] = output[0].tolist()
     return ids
 
