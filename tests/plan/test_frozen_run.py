@@ -14,9 +14,10 @@ import infinity
 from infinity.config import SwapConfig
 from infinity.plan import Batch, forecast
 from infinity.plan.directory import read_directory
-from infinity.plan.hardware import Device
+from infinity.plan.hardware import UNSURE, Device
 from infinity.plan.model import model_for, model_of_module
 from infinity.tools.plan import rehearsal
+from infinity.tools.plan.measure import measure
 from tests.support.exhaustive import sampled
 from tests.support.machines import ANY_MACHINE
 from tests.support.quantized import tiny_causal_lm
@@ -128,11 +129,11 @@ def test_a_step_of_an_adapter_is_planned_as_long_as_its_rehearsal_took(
     tiny_causal_lm(architecture, num_hidden_layers=2, vocab_size=256).save_pretrained(tmp_path)
     steps, seen = rehearsal._steps, []
 
-    def in_a_second(own: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, float]:
+    def in_a_second(own: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, list[float]]:
         units = infinity.engine_of(own).store.units
         num_trained = sum(tensor.numel for unit in units for tensor in unit.trainable())
         seen.append((num_trained, tuple(ids.shape), micro_batch))
-        return dict.fromkeys(steps(own, ids, micro_batch), 1.0)
+        return {track: [1.0, 1.0, 1.0, 2.0] for track in steps(own, ids, micro_batch)}
 
     monkeypatch.setattr(rehearsal, "_steps", in_a_second)
     has_experts = architecture == "qwen3-moe"
@@ -150,3 +151,4 @@ def test_a_step_of_an_adapter_is_planned_as_long_as_its_rehearsal_took(
     machine = ANY_MACHINE.model_copy(update={"device": Device(count=1, tflops=found.flops / 1e12)})
     planned = forecast(settings, model, machine, batch).step
     assert planned.busy_s["compute"] == pytest.approx(1.0, rel=0.05)
+    assert "computing" in measure(settings, model, batch).source.partition(UNSURE)[2]

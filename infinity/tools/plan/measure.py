@@ -54,6 +54,7 @@ _NUM_ROUNDS = 3
 _LEAST_S = 0.3
 _LONG_S = 1.0
 _UNSURE = 2.0  # The fastest round of a drive by the slowest.
+_UNSURE_COMPUTE = 1.3  # The usual step by a slow one; others use the processor.
 _TELLING_NBYTES = 64 * MIB
 _LEAST_GB_PER_S = 1e-3
 _LEAST_TOKENS = 128
@@ -90,16 +91,21 @@ def measure(
             places = [_existing(tier.path) for tier in config.tiers.nvme]
             found = rehearse(config, model, batch, places)
         if found is None:
+            flops = flops_of_a_block_alike(
+                model, batch, dtype, torch.device("cuda" if is_cuda else "cpu")
+            )
             found = Rehearsed(
-                flops=flops_of_a_block_alike(
-                    model, batch, dtype, torch.device("cuda" if is_cuda else "cpu")
-                ),
+                flops=flops,
+                slow_flops=flops,
                 update=1e9
                 * statistics.median(
                     optimizer_pass(arena).run().gb_per_s for _ in range(_NUM_ROUNDS)
                 ),
                 hold=None,
             )
+        if found.flops > _UNSURE_COMPUTE * found.slow_flops:
+            slow, usual = found.slow_flops / 1e9, found.flops / 1e9
+            drives.unsure.append(f"computing {slow:.3g} to {usual:.3g} GFLOPS")
         if is_cuda:
             device = measure_cuda(arena, model, found.flops)
     # One fp32 array is added to another: two are read, one is written.

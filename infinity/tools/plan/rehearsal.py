@@ -49,10 +49,12 @@ _MOST_FLOPS = 1.5e11  # Of a step over a frozen base: a few seconds.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """Rates of the training thread: FLOPs; bytes that the optimizer's pass reads or writes; bytes
-    of weights fetched for a forward or backward of their block."""
+    """Rates of the training thread: FLOPs, and those of a slow step (the third quartile of time);
+    bytes that the optimizer's pass reads or writes; bytes of weights fetched for a forward or
+    backward of their block."""
 
     flops: float
+    slow_flops: float
     update: float
     hold: float | None  # None if it was not measured.
 
@@ -99,10 +101,12 @@ def rehearse(
     )
     passes = 3 if model.frozen is None else 2
     flops += passes * 2 * count * length * _VOCABULARY * model.checkpoint_width  # The head.
+    compute_s = steps[Track.COMPUTE]
     return Rehearsed(
-        flops=flops / steps[Track.COMPUTE],
-        update=updated / steps[Track.UPDATES],
-        hold=2 * weight_nbytes / steps[Track.ENGINE],
+        flops=flops / statistics.median(compute_s),
+        slow_flops=flops / statistics.quantiles(compute_s)[-1],
+        update=updated / statistics.median(steps[Track.UPDATES]),
+        hold=2 * weight_nbytes / statistics.median(steps[Track.ENGINE]),
     )
 
 
@@ -184,8 +188,8 @@ def _own_blocks(model: PlannedModel, dtype: torch.dtype) -> Any:
         return None
 
 
-def _steps(model: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, float]:
-    """Returns the median seconds per step of the training thread's tracks."""
+def _steps(model: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, list[float]]:
+    """Returns the seconds of each step of the training thread's tracks."""
     tracer = engine_of(model).counters.tracer
     optimizer = AdamW(model, lr=1e-6)
 
@@ -216,4 +220,4 @@ def _steps(model: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, 
     for step in summarize(spans, num_stalls=0):
         for use in step.tracks:
             busy.setdefault(use.track, []).append(use.busy_s)
-    return {track: statistics.median(seconds) for track, seconds in busy.items()}
+    return busy
