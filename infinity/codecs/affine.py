@@ -172,7 +172,7 @@ class AffineGroups(FusedCodec):
 
     @property
     def _raise(self) -> int:
-        """What is added to words of zeros: one in each of their fields."""
+        """The number that is added to words of zeros: one in each of their fields."""
         return sum(1 << shift for shift in range(0, WORD_BITS, self.bits)) * self.is_raised
 
     @override

@@ -1,4 +1,4 @@
-"""What the machine grants this process: memory, cores and NUMA nodes.
+"""Memory, cores and NUMA nodes that the machine grants this process.
 
 Sources: proc_meminfo(5); sched_getaffinity(2); sched_setaffinity(2), which is of one thread;
 set_mempolicy(2): a page lies on the node of the thread that touches it first; the kernel's

@@ -162,7 +162,7 @@ class DistributedStore(StateStore):
         undecided: UndecidedContent | None,
         digests: PageDigests | None,
     ) -> Transfer:
-        """Of a sharded unit this rank writes its shard."""
+        """This rank writes its shard of a sharded unit."""
         assert undecided is None, "the thread of updates writes to the local store"
         index = at.unit.index
         if self.is_sharded(at.unit, at.kind):

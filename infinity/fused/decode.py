@@ -60,7 +60,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """Where the codes of a weight and the numbers that belong to them lie, and what they stand for.
+    """The places and meaning of the codes of a weight, and of the numbers that belong to them.
 
     All decoders (native, Triton, torch operations) decode by it.
 
@@ -163,7 +163,7 @@ class DecodeLaunch:
 
     @property
     def variant(self) -> str:
-        """What was compiled, of one codec and dtype: the elements that lie side by side in an
+        """The kernel's variant for one codec and dtype: the elements that lie side by side in an
         output (ROWS, COLUMNS or STRIDED), the tile, the codes that a thread reads as one, whether
         it stores 16 bytes, and the blocks that share a scale, 0 for all rows or columns."""
         names = ("order", "tile_rows", "tile_columns", "width", "block_rows", "block_columns")

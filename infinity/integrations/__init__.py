@@ -1,1 +1,1 @@
-"""Where other libraries own the training loop. Each module imports its library when it is used."""
+"""Training loops of other libraries. Each module imports its library when it is used."""

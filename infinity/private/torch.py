@@ -1,4 +1,4 @@
-"""What this package uses of PyTorch that is not public."""
+"""The parts of PyTorch that this package uses and that are not public."""
 
 from __future__ import annotations
 

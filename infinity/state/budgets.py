@@ -93,7 +93,7 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True)
 class MachineSizes:
-    """What a machine has for one process. `device_nbytes`: None: unlimited.
+    """The memory of a machine for one process. `device_nbytes`: None: unlimited.
     `available_host_nbytes`: free host memory, of which `tiers.host.capacity` may be a share."""
 
     shares_host_memory: bool
@@ -124,7 +124,7 @@ class WeightsInUse:
 
 @dataclass(frozen=True, slots=True)
 class RankSizes:
-    """What ranks add. `gathered_nbytes`: the weights of the largest unit, gathered from shards;
+    """Needs of ranks. `gathered_nbytes`: the weights of the largest unit, gathered from shards;
     `serving_nbytes`: memory to serve other ranks from, lent once; `received_nbytes`: the most
     gradients that other ranks send during a backward; `summed_nbytes`: sums of gradients before
     they are sent, if there are micro-batches; `num_sharing`: ranks that share the host budget

@@ -102,7 +102,7 @@ class UndecidedState:
 
     @property
     def contents(self) -> Mapping[int, UndecidedContent]:
-        """What the writes to NVMe of each undecided unit go to, by unit; it follows changes."""
+        """The targets of writes of each undecided unit to NVMe, by unit; it follows changes."""
         return self._contents
 
     @property

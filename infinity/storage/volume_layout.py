@@ -23,7 +23,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Spared:
-    """What frozen contents keep of a buffer: its first `nbytes` have space in spare files. Contents
+    """A buffer in frozen contents: its first `nbytes` have space in spare files. Contents
     of commits do not keep a buffer that `is_private`; those that only this process needs do."""
 
     nbytes: int
@@ -42,7 +42,7 @@ def spares_nbytes(spared: Iterable[Spared | None], num_spares: int, num_private:
 
 @dataclass(frozen=True, slots=True)
 class PathGrowth:
-    """What new buffers take of one path: its file grows to `size_nbytes`, and each spare file gets
+    """Space of one path for new buffers: its file grows to `size_nbytes`, and each spare file gets
     space for ranges (offset, bytes). `added_nbytes`: of all files."""
 
     size_nbytes: int

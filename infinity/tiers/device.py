@@ -1,4 +1,4 @@
-"""What a device is to the engine: one small adapter, and the guarantees of every implementation.
+"""A device as the engine sees it: one small adapter, and the guarantees of every implementation.
 
 A *region* is the permanent identity of one unit's weights on the device: the tensors made over it
 live as long as the model, while the memory behind them comes and goes. That is what keeps views
@@ -249,8 +249,8 @@ class DeviceAdapter:
 
     @property
     def begin_thread(self) -> Callable[[], None]:
-        """What a thread of the engine's calls first, if it looks at copies or starts some. A thread
-        keeps it, so it refers to nothing else of the engine."""
+        """The first call of a thread of the engine that looks at copies or starts some. The thread
+        keeps the function, which refers to nothing else of the engine."""
         return _do_nothing
 
     def give_back_memory(self) -> None:

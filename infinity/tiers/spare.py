@@ -28,7 +28,7 @@ from enum import IntEnum, auto
 
 @dataclass(slots=True)
 class SpareMemory:
-    """What is free of the host's working memory, and who will need it: bytes, one writer each.
+    """The free part of the host's working memory, and the needs to come: bytes, one writer each.
 
     `free_nbytes`: `HostPool`. `weights_to_come_nbytes`: weights that travel through host memory
     and are not there (`WeightMoves`). `sums_to_come_nbytes`: blocks that the last step has taken,
@@ -44,22 +44,22 @@ class SpareMemory:
 
     @property
     def beside_weights_nbytes(self) -> float:
-        """What is left if all weights are kept. Negative: they lack as much."""
+        """The rest if all weights are kept. Negative: they lack as much."""
         return self.free_nbytes - self.weights_to_come_nbytes
 
     @property
     def for_sums_nbytes(self) -> float:
-        """What sums of this step may take: slots give way to them, but not the ring."""
+        """The bytes that sums of this step may take: slots give way to them, but not the ring."""
         return self.beside_weights_nbytes + self.spare_slots_nbytes - self.ring_to_come_nbytes
 
     @property
     def unclaimed_nbytes(self) -> float:
-        """What is left if all weights are kept and all sums have come."""
+        """The rest if all weights are kept and all sums have come."""
         return self.beside_weights_nbytes - self.sums_to_come_nbytes
 
 
 class Giver(IntEnum):
-    """What gives memory back, in the order in which the pool asks.
+    """The givers of memory, in the order in which the pool asks.
 
     `HostPool.try_allocate` and `require` ask the first three, which give back at once what costs
     nothing. The others may wait for a write, or lose bytes that are read again: only `require` asks

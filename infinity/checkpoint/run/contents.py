@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and the files of one rank.
+"""The content of a checkpoint, and the files of one rank.
 
 The ending of a name gives the kind of the tensor, so that any reader of safetensors can use the
 files: `layers.0.weight` in the compute dtype, `layers.0.weight.residual` (or `.master`), the

@@ -71,7 +71,7 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank tells the others of a step. `digest` is that of what was played, and bit i of
+    """A rank's report of a step to the others. `digest` is that of what was played, and bit i of
     `missed` says that a stand-in issued entry i. `lacking`: in the order of the rank's proposals.
     """
 

@@ -32,7 +32,7 @@ IN_SUMS = "in the sums of gradients"  # What is lost there other ranks have give
 
 
 class SumsOverRanks:
-    """What ranks contribute to the parts of tensors that this rank owns, and the sums in `store`.
+    """Contributions of ranks to the parts of tensors that this rank owns, and the sums in `store`.
 
     A tensor is named by its number in `Partition.shares`. Any thread may `deliver`; all else is for
     the training thread, under the engine's lock.

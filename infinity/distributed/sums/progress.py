@@ -23,7 +23,7 @@ _BY_TENSOR = numpy.dtype(
 
 @dataclass(frozen=True, slots=True)
 class GradientReport:
-    """What a rank tells all ranks of its gradients as it enters a step. Each array is by tensor.
+    """A rank's report of its gradients to all ranks as it enters a step. Each array is by tensor.
 
     present: bool, tensors to which the rank has contributed
     generations: int64, see `OrderedReduction.forget`
@@ -73,7 +73,7 @@ def refuse_other_generation(specs: Sequence[TensorSpec], reports: Sequence[Gradi
 
 
 class Contributions:
-    """What ranks have contributed to each tensor. A tensor is named by its number.
+    """The contributions of ranks to each tensor. A tensor is named by its number.
 
     Training thread. `specs`: all tensors, by number.
     """

@@ -30,7 +30,7 @@ _DISCARD_PORT = 9  # Nothing is sent there: connect(2) of a datagram socket choo
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a rank tells the other ranks of its machine.
+    """The machine of a rank, as the rank describes it to the others.
 
     `boot`: the boot of the kernel, so that two machines of one name differ. `network`: the network
     namespace within that boot. `address`: the address for other machines as far as the rank knows

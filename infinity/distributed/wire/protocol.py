@@ -1,4 +1,4 @@
-"""What ranks say to each other, and what a rank is to the others: address, requests, answers.
+"""Messages between ranks, and a rank as the others see it: address, requests, answers.
 
 A message is a fixed header, then raw bytes; nothing is unpickled. The header has the type of the
 message, three numbers and the length of the content. A message of a type in `MOST_NBYTES` is

@@ -103,7 +103,7 @@ class _Abandoned(BaseException):
 
 @dataclass(eq=False, slots=True)
 class Records:
-    """What the backward of a micro-batch needs."""
+    """The calls and graph that the backward of a micro-batch needs."""
 
     calls: list[BlockCall] = field(default_factory=list)  # Whose backward has not run yet.
     called: list[RunningBlock] = field(default_factory=list)  # With gradients or without.

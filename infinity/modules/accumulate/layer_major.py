@@ -100,7 +100,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class ScheduleParts:
-    """What every `forward_backward` of one model needs."""
+    """The parts that every `forward_backward` of one model needs."""
 
     inputs: InputStore  # Saved layer inputs, which ranks may divide among themselves.
     results: InputStore  # See `ExpertsSchedule`, as of `waiting`.

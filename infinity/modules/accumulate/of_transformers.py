@@ -1,4 +1,4 @@
-"""What models of transformers keep beside the arguments and outputs of their blocks.
+"""State of models of transformers beside the arguments and outputs of their blocks.
 
 Caches of keys and values, and gradient checkpointing, are switched off: a repeated forward would
 fill the caches again, and the schedule does the work of the checkpoints.

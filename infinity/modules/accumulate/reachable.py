@@ -1,4 +1,4 @@
-"""What code can reach beside its arguments and may change: attributes, containers, tensors,
+"""State that code can reach beside its arguments, and may change: attributes, containers, tensors,
 generators, closures and globals.
 
 A forward that is repeated begins with the state that the first one found and leaves none changed:
@@ -110,7 +110,7 @@ class _Names(NamedTuple):
 
 
 class _Look:
-    """What was found at one look. Containers, versions and numbers of tokens are compared together:
+    """The cells of one look. Containers, versions and numbers of tokens are compared together:
     as a rule none has changed. `==` of two lists asks the same as that of their elements."""
 
     def __init__(self, cells: list[Changeable]) -> None:
@@ -289,7 +289,7 @@ class Reachable:
 
 
 class ProgramState:
-    """What a program's own code can reach while micro-batches take turns, and blocks alone cannot.
+    """State that a program's own code reaches while micro-batches take turns, and blocks do not.
 
     A number or a tensor that a loss puts into an attribute or a variable before its first block
     (`self.tokens += n`) belongs to its micro-batch: the loss finds it again behind its last block,
@@ -374,7 +374,7 @@ class ProgramState:
 
     @cached_property
     def _of_blocks(self) -> Mapping[int, Any]:
-        """What code of blocks can reach. Most windows do not ask."""
+        """Cells that code of blocks can reach. Most windows need none."""
         found = Reachable(self._block_roots, self._proof, is_block=False)
         found.pass_by(self._passed_by)
         return found.look(is_noted=False)

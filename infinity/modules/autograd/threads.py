@@ -199,7 +199,7 @@ def _stack(
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """What context managers have set around this code: the autocast state and the modes of torch
+    """Settings of the context managers around this code: the autocast state and the modes of torch
     functions and dispatch, of which every thread has its own, and the flags of the process."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]

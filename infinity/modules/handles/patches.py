@@ -1,4 +1,4 @@
-"""What is replaced in PyTorch for the whole process, so that no use of a parameter escapes.
+"""Replacements in PyTorch for the whole process, so that no use of a parameter escapes.
 
 Everything gives what the original gives where no handle and no memory of a parameter is concerned,
 and nothing is ever put back: another module may have kept what it found.

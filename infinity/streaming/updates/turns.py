@@ -396,7 +396,7 @@ class UpdateTurns(EarlyUpdates):
         return kept
 
     def _bring_home(self, unit: Unit) -> None:
-        """What a published update has written is the unit's state: all of it is updated, and its
+        """Makes what a published update has written the unit's state: all of it is updated, and its
         weights are checked in."""
         self._undecided.bring_home(unit)
         self._undecided.free(unit)

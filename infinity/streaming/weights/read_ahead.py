@@ -49,7 +49,7 @@ class ReadAhead:
         self._ahead_nbytes = 0  # so many.
 
     def look_anew(self) -> None:
-        """What could be fetched has changed: all uses are looked at again."""
+        """Looks at all uses again: one that could not be fetched may fit now."""
         self._epoch = None
 
     def fetch(self, priority: Priority) -> None:

@@ -55,7 +55,7 @@ class Arrival(Protocol):
 
 
 class WeightProvider:
-    """Where a unit's weights come from. Here: from where they rest, through their host block.
+    """The source of a unit's weights. Here: their place at rest, through their host block.
 
     `DeviceUnshard` (`distributed/collective/unshard.py`) fills a unit's device region from another
     unit, its *feeder*, and from other ranks: `moves.py`, Note [Feeders]. Under the engine's lock.

@@ -1,4 +1,4 @@
-"""What checkpoints and swap directories hold: `infinity inspect` shows it, and `infinity clean`
+"""Content of checkpoints and swap directories: `infinity inspect` shows it, and `infinity clean`
 removes what ended jobs have left."""
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Wish:
 
     @property
     def facts(self) -> MethodFacts:
-        """What sets the method apart by which the data are learned."""
+        """The facts of the method by which the data are learned."""
         return METHODS["sft" if self.data is None else self.data.train.get("method", "sft")]
 
     @property

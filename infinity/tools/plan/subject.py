@@ -1,4 +1,4 @@
-"""What a plan is about: a model, a batch and a machine."""
+"""The subject of a plan: a model, a batch and a machine."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a run scores, and how. `output` ends with .jsonl or .parquet."""
+    """The texts that a run scores, and how. `output` ends with .jsonl or .parquet."""
 
     model: Path
     data: tuple[Path, ...]

@@ -52,7 +52,7 @@ _EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """What the LoRA loader of one release reads, as its source says.
+    """The modules that the LoRA loader of one release reads, as its source says.
 
     known: the last names of modules that it loads; empty means every linear layer
     needs: what else it needs in a module that has a projection, or it fails or drops that one

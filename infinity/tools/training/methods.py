@@ -1,4 +1,4 @@
-"""What each `train.method` is: its records, its trainer, and the arguments of that.
+"""The methods of `train.method`: records, trainer, and the arguments of that trainer.
 
 "grpo" and "rloo" have prompts, rewards and a sampler; "reward" and "classify" have a head that
 scores sequences. Written against transformers 5.23 and TRL 1.16.

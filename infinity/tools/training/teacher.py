@@ -37,7 +37,7 @@ _MOST_SUM = 1.001  # Of rounded probabilities.
 
 
 class Teacher:
-    """What a teacher says of sequences, by their token ids. Made before a tier is touched.
+    """The probabilities of a teacher for sequences, by token ids. Made before a tier is touched.
 
     vocab_size, tokenizer: those of the student
     model: on meta, and offloaded before the first step; None reads the file
