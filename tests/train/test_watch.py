@@ -86,6 +86,10 @@ def test_a_file_of_another_program_is_refused_by_its_line(tmp_path: Path) -> Non
     write(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
     refused = run_command("watch", tmp_path)
     assert refused.exit_code == 2 and "step 1 has no 'copy_wait_s'; expected" in refused.output
+    for other in ({"loss": "2"}, {"steps": [9]}, {"update_s": None}, {"held_out_loss": {}}):
+        write(tmp_path / "metrics.jsonl", [line(1), line(2) | other])
+        refused = run_command("watch", tmp_path)
+        assert refused.exit_code == 2 and f"step 2 has no {next(iter(other))!r}; " in refused.output
 
 
 def test_a_resumed_run_has_the_pace_of_its_own_steps() -> None:

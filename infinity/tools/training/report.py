@@ -40,8 +40,9 @@ LINKS = {
 }
 WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s", "ranks_wait_s")
 _SUMMED = (*LINKS, *WAITS, "update_s", "num_tokens")
-_NEEDED = {*_SUMMED, "elapsed_s", "tokens_per_s", "loss", "held_out_loss", "grad_norm",
-           "learning_rate", "skipped", "host_in_use_nbytes", "peak_rss_nbytes"}  # fmt: skip
+_NUMBERS = {*_SUMMED, "elapsed_s", "tokens_per_s", "learning_rate", "host_in_use_nbytes",
+            "peak_rss_nbytes", "steps"}  # fmt: skip
+_OR_NULL = {"loss", "grad_norm", "held_out_loss"}
 # The stalls of the steps and the phases of a run, each with the title of its line.
 _STEP_TIMES = {
     "compute_s": "compute",
@@ -245,7 +246,7 @@ class Summary:
     def add(self, line: Line) -> None:
         """Counts a step."""
         self.steps_s.append(line["elapsed_s"])
-        if line["skipped"] is None:
+        if line["skipped"] is None and line["loss"] is not None:
             self.losses.append(line["loss"])
         if line["held_out_loss"] is not None:
             self.held_out_losses.append((line["step"], line["held_out_loss"]))
@@ -332,8 +333,11 @@ def summary_of(lines: Sequence[Line]) -> Summary:
     MalformedError for a line of another program."""
     last: Line = lines[-1] if lines else {}
     for line in lines:
-        if missing := sorted(_NEEDED - line.keys()):
-            raise MalformedError(f"the line of step {line['step']} has no {missing[0]!r}")
+        known = {"steps": 0, **line, **{key: 0 for key in _OR_NULL if line.get(key, 0) is None}}
+        wrong = [k for k in _NUMBERS | _OR_NULL if not isinstance(known.get(k), int | float)]
+        if wrong or "skipped" not in line:
+            name = min(wrong, default="skipped")
+            raise MalformedError(f"the line of step {line['step']} has no {name!r}")
     found = Summary(steps=last.get("steps", 0), num_parameters=0)
     for line in lines:
         found.add(line)
@@ -562,8 +566,7 @@ class Tracing:
                 f"trace steps {self._first_step}:{self._last_step} are never reached: "
                 f"train.steps is {num_steps}"
             )
-        directory = self._path.absolute().parent
-        if self._path.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        if self._path.is_dir() or not os.access(self._path.absolute().parent, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"the trace cannot be written to {str(self._path)!r}; expected a file in a "
                 "directory that exists and may be written to"
