@@ -70,7 +70,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"neither pytorch_model\.bin nor"):
+    with pytest.raises(ConfigError, match=r"neither pytorch_model\.bin nor .*; safetensors"):
         plan_pickled(tmp_path)
     base = directory(tmp_path / "base", shards=2)
     (base / "pytorch_model-00002-of-00002.bin").unlink()
