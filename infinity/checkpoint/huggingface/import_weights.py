@@ -250,8 +250,7 @@ class ImportPlan:
         places = SourcePlaces(self.view)
         for group in self.groups:
             names = group.source_names
-            shapes = [self.source.shape(name) for name in names]
-            placed = places.of(group, shapes, group.targets)
+            placed = places.of(group, [self.source.shape(name) for name in names], group.targets)
             for name, sources in zip(group.targets, placed or (), strict=bool(placed)):
                 target = self.view.targets.get(name)
                 if target is None:
@@ -263,8 +262,7 @@ class ImportPlan:
 
     def _slice(self, source: str, placed: PlacedSource) -> StoredSlice:
         codec, parts = self.source.stored(source)
-        shape = self.source.shape(source)
-        return StoredSlice(source, placed.box, placed.axes, shape, codec, parts)
+        return StoredSlice(source, placed.box, placed.axes, self.source.shape(source), codec, parts)
 
     def load(
         self, write: Write, tile_rows: TileRows | None = None, in_place: Set[str] = frozenset()

@@ -361,8 +361,7 @@ def load_plain(content: bytes) -> Any:
     """Returns the value that `torch.save` wrote. Raises MalformedError for an archive that expands,
     for a pickle that names more than plain values, and for values that are larger than the
     archive; and what torch raises."""
-    archive = _rewritten(content)
-    value = torch.load(archive, weights_only=True, map_location="cpu")
+    value = torch.load(_rewritten(content), weights_only=True, map_location="cpu")
     _check_size(value, 64 * len(content) + MIB)
     return value
 
