@@ -1,7 +1,8 @@
-"""Delays Ctrl-C while bookkeeping is incomplete.
+"""Delays Ctrl-C, and signals with handlers that may raise, while bookkeeping is incomplete.
 
-Python raises KeyboardInterrupt between any two bytecodes: for example between a move of pages and
-the record of the move, or between an update of a unit and the record of the update. Inside
+Python calls handlers between any two bytecodes: for example between a move of pages and the record
+of the move, or between an update of a unit and the record of the update. That of a DataLoader
+raises at the end of a worker (SIGCHLD), that of a time limit at an alarm. Inside
 `with UNINTERRUPTED` the signal is recorded and passed to its handler at the end. Only the main
 thread runs Python's signal handlers, so the block has no effect in other threads.
 
@@ -17,7 +18,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from signal import SIGINT
+from signal import SIGALRM, SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -39,7 +40,9 @@ class _Uninterrupted:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._delayed: tuple[int, ...] = (SIGINT,)
+        self._delayed: tuple[int, ...] = tuple(
+            map(int, (SIGINT, SIGTERM, SIGHUP, SIGALRM, SIGUSR1, SIGUSR2, SIGCHLD))
+        )
         self._handlers: list[tuple[int, Any]] = []  # That are replaced.
         self._received: list[tuple[Any, int, FrameType | None]] = []
 
@@ -66,10 +69,15 @@ class _Uninterrupted:
         self._depth -= 1
         if self._depth:
             return
-        if len(self._handlers) == 1:  # Nearly always: a unit leaves several of these blocks.
-            _signal.signal(*self._handlers[0])
-        else:
-            _restore(self._handlers)
+        others = self._handlers[1:]
+        try:
+            if len(others) == 1:  # A call less: a unit leaves several of these blocks.
+                _signal.signal(*others[0])
+            elif others:
+                _restore(others)
+        finally:
+            if self._handlers:
+                _signal.signal(*self._handlers[0])
         received, self._received = self._received, []
         if received:
             _deliver(received)

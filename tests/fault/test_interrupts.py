@@ -37,21 +37,23 @@ from .harness import (
 
 
 @contextmanager
-def interrupted_after(delay_s: float) -> Iterator[threading.Event]:
-    """Sends this process a SIGINT from a timer. Yields whether it has."""
+def interrupted_after(
+    delay_s: float, number: signal.Signals = signal.SIGINT
+) -> Iterator[threading.Event]:
+    """Sends this process a signal from a timer. Yields whether it has."""
     is_sent = threading.Event()
 
-    def send(*unused: object) -> None:
+    def send() -> None:
         is_sent.set()
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
-    before = signal.signal(signal.SIGALRM, send)
-    signal.setitimer(signal.ITIMER_REAL, delay_s)
+    timer = threading.Timer(delay_s, send)
+    timer.start()
     try:
         yield is_sent
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        timer.cancel()
+        timer.join()
 
 
 def test_an_interrupt_waits_for_the_end() -> None:
@@ -67,7 +69,19 @@ def test_an_interrupt_waits_for_the_end() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_interrupted_at_random_moments_the_steps_are_the_same(swap_directory: Path) -> None:
+class Stopped(Exception):
+    """What a program's own handler of a signal raises."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_interrupted_at_random_moments_the_steps_are_the_same(
+    number: signal.Signals, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*unused: object) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: None)  # Of a finalizer.
+    before = signal.signal(number, stop)
     source = random.Random(5)
     expected = plain_steps(mlp(), 25)
     num_interrupts = 0
@@ -76,21 +90,18 @@ def test_interrupted_at_random_moments_the_steps_are_the_same(swap_directory: Pa
         optimizer = optimizer_of(model)
         for step in range(25):
             try:
-                with interrupted_after(source.uniform(0.0002, 0.02)) as is_sent:
+                with interrupted_after(source.uniform(0.0002, 0.02), number) as is_sent:
                     while not is_sent.is_set():  # However fast the machine is.
                         loss_of(model, step).backward()
                         loss_of(model, step)  # More to interrupt; its graph is dropped.
-            except KeyboardInterrupt:
+            except Stopped:
                 num_interrupts += 1
             optimizer.zero_grad()
             offloaded_step(model, optimizer, step)
+        signal.signal(number, before)
         assert_same(expected, weights_of(model))
     assert num_interrupts >= 20, "one that comes in a finalizer is lost"
     assert torch.isfinite(expected[next(iter(expected))]).all()
-
-
-class Stopped(Exception):
-    """What a program's own handler of a signal raises."""
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, Stopped])
