@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from infinity.checkpoint import weight_source
 from infinity.errors import ConfigError
 from infinity.tools.cli import app
+from infinity.tools.convert.experts import plan_apart
 from tests.train.test_text_of_images import saved
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -86,3 +87,19 @@ def test_packed_experts_of_another_model_are_refused(tmp_path: Path) -> None:
     save_file(tensors | {f"{name}_weight_scale": torch.tensor(1.0)}, tmp_path / "m.safetensors")
     result = CliRunner().invoke(app, ["convert", str(tmp_path), "-o", str(tmp_path / "out")])
     assert result.exit_code == 2 and "have no known order of gate and up" in result.output
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale"),
+    [((), ()), ((4, 6), ()), ((2, 4, 7), ()), ((0, 4, 6), ()), ((2, 4, 6), (3,)),
+     ((2, 4, 6), (1, 1, 6)), ((2, 4, 6), (2, 4))],
+)  # fmt: skip
+def test_packed_experts_of_another_shape_are_refused(
+    codes: tuple[int, ...], scale: tuple[int, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama4"}')
+    name = "model.layers.0.feed_forward.experts.gate_up_proj"
+    tensors = {name: torch.zeros(codes).to(torch.float8_e4m3fn)}
+    save_file(tensors | {f"{name}_weight_scale": torch.ones(scale)}, tmp_path / "m.safetensors")
+    with pytest.raises(ConfigError, match=r"has the shape \(.*expected what modelopt packs"):
+        plan_apart(tmp_path)

@@ -53,6 +53,8 @@ def plan_apart(directory: Path) -> DirectoryPlan | None:
         for name, info in reader.tensors.items():
             found = _PACKED.fullmatch(name)
             if name in packed:
+                if len(info.shape) != 3 or 0 in info.shape:
+                    raise _misfit(name, info)
                 for number in range(info.shape[0]):
                     plan.add(file.name, name, _expert(name, number, stored))
             elif found is None or f"{found[1]}{found[2]}" not in packed:
@@ -74,23 +76,32 @@ def _planned(made: Mapping[str, tuple[TensorInfo, Callable[[], torch.Tensor]]]) 
 def _expert(packed: str, number: int, stored: Mapping[str, SafetensorsReader]) -> PlannedTensor:
     """Returns the matrices of an expert, with all that the packed tensor has beside its codes."""
     stem, kind = packed.rpartition(".experts.")[0], packed.rpartition(".")[2]
-    count, parts = stored[packed].tensors[packed].shape[0], kind.removesuffix("_proj").split("_")
+    of_codes, parts = stored[packed].tensors[packed].shape, kind.removesuffix("_proj").split("_")
     made: dict[str, tuple[TensorInfo, Callable[[], torch.Tensor]]] = {}
     for end in ("", _SCALE, f"{_SCALE}_2", "_input_scale"):
         name = packed + end
         if name not in stored:
             continue
         info = stored[name].tensors[name]
-        # Of one expert; a number of all has no dimension of experts.
-        shape = info.shape[1:] if info.shape[:1] == (count,) else ()
-        shape = tuple(length for length in shape if length != 1)
-        start = number * math.prod(shape) if info.shape[:1] == (count,) else 0
+        is_of_each = info.shape[:1] == of_codes[:1]  # A number of all has no dimension of experts.
+        shape = tuple(length for length in info.shape[is_of_each:] if length != 1)
+        has_columns = is_of_each and len(shape) < 3 and shape[-1:] == of_codes[-1:]
+        if shape and not (has_columns and shape[-1] % len(parts) == 0):
+            raise _misfit(name, info)
+        start = number * math.prod(shape) * is_of_each
         for index, part in enumerate(parts):
             own = shape and (shape[-1] // len(parts), *shape[-2:-1])
             ended = f"{stem}.experts.{number}.{part}_proj{end.replace('_', '.', 1) or '.weight'}"
             read = partial(_read, stored[name], name, start, shape, (index, len(parts)))
             made[ended] = TensorInfo(name=ended, dtype=info.dtype, shape=own), read
     return _planned(made)
+
+
+def _misfit(name: str, info: TensorInfo) -> ConfigError:
+    return ConfigError(
+        f"{name!r} has the shape {info.shape}; expected what modelopt packs: codes (experts, in, "
+        "out), and scales of all, of each expert or of its columns"
+    )
 
 
 def _read(
