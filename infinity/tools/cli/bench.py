@@ -315,8 +315,7 @@ def doctor(
         if not is_silent():
             _print(finding)
     status = worst(findings)
-    rows = [dataclasses.asdict(finding) for finding in findings]
-    reply({"status": status, "findings": rows})
+    reply({"status": status, "findings": [dataclasses.asdict(finding) for finding in findings]})
     if status == "missing":
         raise typer.Exit(1)
 

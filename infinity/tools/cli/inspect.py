@@ -67,8 +67,7 @@ def inspect(
         rows = [inspection.to_dict() for inspection in found]
         by_path = {swap.path: swap.to_dict() for swap in swaps}
         own = by_path.pop(str(directory), None)
-        content = {"swap": own, "ranks": [*by_path.values()], "commits": rows}
-        reply(content if is_swap else rows)
+        reply({"swap": own, "ranks": [*by_path.values()], "commits": rows} if is_swap else rows)
     else:
         for swap in swaps:
             _print_swap(swap)
@@ -242,8 +241,7 @@ def _clean(directory: Path, *, commits: bool, dry_run: bool) -> dict[str, Any]:
         return left("clean")
     held = next((swap for swap in swaps if swap.is_held), None)
     if held is not None:
-        who = f"process {held.holder.get('pid')} on {held.holder.get('host')}"
-        return left("in use", who)
+        return left("in use", f"process {held.holder.get('pid')} on {held.holder.get('host')}")
     if steps and not commits:
         return left("kept", "a run can be resumed from it; --commits removes it")
     if dry_run:

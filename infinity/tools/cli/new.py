@@ -148,8 +148,7 @@ def write_new(asked: NewOptions) -> None:
         num_labels = len(keys.get("labels", ()))
         directory = read_directory(asked.directory, purpose=purpose, num_labels=num_labels)
         _refuse_model(asked, directory)
-        positions = directory.shape.max_positions
-        wish = _wish(asked, positions, _facts(asked, directory, keys))
+        wish = _wish(asked, directory.shape.max_positions, _facts(asked, directory, keys))
     machine, found, forecast = _decide(asked, wish, directory)
     if forecast.obstacles:
         raise ConfigError(

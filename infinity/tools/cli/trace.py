@@ -79,8 +79,7 @@ def lines_of(step: StepSummary) -> list[str]:
         f"{step.step}  {milliseconds(step.length_s)}, stalled {step.stall_s / step.length_s:.0%}"
     ]
     if step.bound is not None:
-        resource = step.bound.resource
-        lines[0] += f", {step.bound.name}: {resource} busy {step.bound.share:.0%}"
+        lines[0] += f", {step.bound.name}: {step.bound.resource} busy {step.bound.share:.0%}"
     width = max(len(track) for track in ["other", *(use.track for use in step.tracks)])
     for use in step.tracks:
         moved = f"  {format_nbytes(use.nbytes)}" if use.nbytes else ""

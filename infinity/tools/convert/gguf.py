@@ -138,8 +138,7 @@ def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> Dire
                 f"{tensors[0].name!r} has {numel:,} elements, and {target} of the described model "
                 f"{math.prod(shape):,} {shape}: {_remedy(source)}"
             )
-        outcome = _planned(target, shape, tensors, processor)
-        plan.add(shard, target, outcome)
+        plan.add(shard, target, _planned(target, shape, tensors, processor))
     return plan
 
 
@@ -252,8 +251,7 @@ def _numbers(tensors: list[Any], processor: Any, shape: tuple[int, ...], kind: s
     made = []
     for tensor in tensors:
         numbers = dequantize(tensor.data, GGMLQuantizationType[kind])
-        is_merged = len(tensors) > 1
-        made.append(numbers if is_merged else _turned(processor, numbers, tensor.name))
+        made.append(numbers if len(tensors) > 1 else _turned(processor, numbers, tensor.name))
     merged = made[0] if len(made) == 1 else np.concatenate(made, axis=-2)
     return torch.from_numpy(np.array(merged, order="C")).to(FLOAT_DTYPES[kind]).view(shape)
 

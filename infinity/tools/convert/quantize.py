@@ -105,8 +105,7 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
         codec = None if dtype is None else codec_of(dtype)
         is_kept = bool(_KEPT.search(module)) or is_router(module)
         if codec is not None and not is_kept and _fits(codec, source.shape(name)):
-            make = _reader(source, name)
-            plan.add(shard, name, as_codes(name, source.shape(name), codec, make))
+            plan.add(shard, name, as_codes(name, source.shape(name), codec, _reader(source, name)))
             num_quantised += 1
             codecs.add(type(source.encoded(name).codec))
             continue

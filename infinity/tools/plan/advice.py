@@ -86,8 +86,7 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
 
     budget = config.tiers.host.capacity.nbytes  # A share of the memory, or "auto", grows with it.
     more = {} if budget is None else {"tiers.host.capacity": Capacity(nbytes=2 * budget)}
-    grown = (changed(config, more), *machine(twice("host.memory"))[1:])
-    yield "twice the host memory", grown
+    yield "twice the host memory", (changed(config, more), *machine(twice("host.memory"))[1:])
     rates = ("host.update_gb_per_s", "host.sum_gb_per_s", "host.norm_gb_per_s")
     yield "memory twice as fast", machine(twice(*rates))
     if hardware.nvme is not None:

@@ -319,8 +319,7 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
         passes = "one pass" if wish.passes == 1 else f"{wish.passes} passes"
         kind = wish.data.noun if wish.data and wish.data.num_records else "sequences"
         why_steps = f"{passes} over {counted(trained, kind)}"
-    batch = _Batch(length, size, wanted, steps)
-    return batch, {
+    return _Batch(length, size, wanted, steps), {
         "data.sequence_length": why_length,
         "train.steps": why_steps,
         "train.batch_size": f"{these} of a micro-batch: {size * of_a_record:,} tokens",
