@@ -226,8 +226,7 @@ class AdapterConfig(Section):
     """Directory of an adapter in PEFT's format to continue from. Its adapter_config.json then
     decides the other keys; one that is set here must agree."""
     any_base: Annotated[Flag, MAY_CHANGE] = False
-    """Take saved adapters also over another base than they were trained over, of the same names
-    and shapes."""
+    """Take saved adapters that were trained over another base of the same names and shapes, too."""
 
     name: Annotated[Annotated[str, some_text("a name")] | None, MAY_CHANGE] = None
     """Required for each of several: letters, digits, _ and -. The keys below belong to

@@ -118,8 +118,8 @@ class Grpo(Section):
     """Functions "module:function", which TRL calls with prompts, completions and further columns of
     the records. Their sum is the reward."""
     reward_model: Annotated[Location | None, MAY_CHANGE] = None
-    """The directory of a model that scores sequences, or of an adapter that does over the base of
-    [adapter], beside the functions or alone."""
+    """The directory of a model that scores sequences, or of an adapter that does so over the base
+    of [adapter], beside the functions or alone."""
     num_generations: Annotated[int, integer(2)] = 8
     """Completions of a prompt, which are compared with each other. Divides the sequences of a
     step."""
