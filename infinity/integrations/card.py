@@ -11,6 +11,7 @@ import torch
 
 from infinity.config.extras import installed
 from infinity.config.hub import downloaded_commit, model_name, published_name
+from infinity.sizes import counted
 
 _PACKAGES = ("infinity-offload", "torch", "transformers", "trl", "peft", "diffusers")
 _HEADING, _NAMELESS = "\n## The run\n\n", "[None](https://huggingface.co/None)"
@@ -58,15 +59,14 @@ def fill(file: Path, trainer: Any) -> None:
         data.tags = [tag for tag in data.tags or () if not tag.startswith("base_model:")]
     [adapter, *_] = trainer.model.peft_config.values()
     rank = f" of rank {adapter.r}" if hasattr(adapter, "r") else ""
-    losses, times_s = (
-        [row[key] for row in state.log_history if key in row] for key in ("loss", "train_runtime")
-    )
+    keys = "loss", "train_runtime"
+    losses, times_s = ([row[key] for row in state.log_history if key in row] for key in keys)
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     how = f"{str(adapter.peft_type.value).lower()}{rank}"
     rows = {
         "base": base,
         "trained": how,
-        "steps": f"{state.global_step:,} of {batch} sequences",
+        "steps": f"{state.global_step:,} of {counted(batch, 'sequences')}",
         "optimizer": f"learning rate {args.learning_rate:g}, "
         f"schedule {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}",
         "loss": f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else "",

@@ -309,7 +309,7 @@ def test_what_is_no_conversation_is_refused_by_its_place(tmp_path, table, line, 
         (CHAT, {}, {"method": "dpo"}, "holds conversations, which .* expected chosen and rejected"),
         (CHAT, {"max_bytes": "1kB"}, {}, "data.max_bytes limits text"),
         ([], {}, {}, "data.jsonl is empty; expected records: messages"),
-        (CHAT[:1], {}, {}, "1 records, 0 of them held out: 1 are left for train.batch_size=2"),
+        (CHAT[:1], {}, {}, "1 record, 0 of them held out: 1 are left for train.batch_size=2"),
         (
             CHAT,
             {"eval_paths": ["{tmp}/text.txt"]},

@@ -455,7 +455,7 @@ def quantized(table: dict[str, Any], tmp_path: Path) -> None:
     ("spoil", "error", "message"),
     [
         (empty_text, ConfigError, "no text in them"),
-        (short_text, ConfigError, "1 sequences of data.sequence_length=32, 1 of them held out"),
+        (short_text, ConfigError, "1 sequence of data.sequence_length=32, 1 of them held out"),
         (change(data__paths=["/nowhere"]), ConfigError, "/nowhere does not exist"),
         (change(model__config=GPT2 | {"vocab_size": 100}), ConfigError, "vocabulary of 100"),
         (change(model__config=GPT2 | {"n_layers": 3}), ConfigError, "did you mean 'n_layer'"),

@@ -128,5 +128,4 @@ def write_census(
         shares = {"tokens": choices / choices.sum(), "gate": weights / weights.sum()}
         experts[name] = {key: share.tolist() for key, share in shares.items()}
     counts = {"schema": 1, "records": num_records, "tokens": num_tokens}
-    content = counts | {"base": asdict(base), "experts": experts}
-    replace_file(file, json.dumps(content, indent=1))
+    replace_file(file, json.dumps(counts | {"base": asdict(base), "experts": experts}, indent=1))

@@ -33,6 +33,7 @@ from infinity.errors import ConfigError, refusing, reporting
 from infinity.modules.reading.configuration import config_of_directory, end_of_head, names_scorer
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of
+from infinity.sizes import counted
 from infinity.tools.logprobs import (
     TokenScores,
     check,
@@ -90,7 +91,7 @@ class Total:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_records:,} records, {self.num_tokens:,} tokens, "
+            f"{counted(self.num_records, 'records')}, {counted(self.num_tokens, 'tokens')}, "
             + ("" if math.isnan(self.perplexity) else f"perplexity {self.perplexity:.4g}, ")
             + f"in {self.seconds:,.0f} s"
         )

@@ -248,8 +248,7 @@ def _refuse_mixed(dataset: Any, rows: list[int], collate: Any, place: str) -> No
                 f"{str(error).splitlines()[0]}"
             ) from error
 
-    place_of = lambda _: f"data.paths: {place}"  # noqa: E731
-    list(call_bounded(call, [rows, rows[::-1]], place_of=place_of))
+    list(call_bounded(call, [rows, rows[::-1]], place_of=lambda _: f"data.paths: {place}"))
 
 
 def _as_completions(dataset: Any, place: str) -> Any:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from infinity.config import DataSource, JobConfig
 from infinity.errors import ConfigError, reporting
+from infinity.sizes import counted
 from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
 from infinity.tools.training.embedding import check_columns
 from infinity.tools.training.images import learned_images, open_processor
@@ -118,11 +119,11 @@ def open_data(
         if num_split:
             train, held_out = train.select(learned), train.select(rest)
     count, remedy = len(train) + num_split, "; or hold less out" * bool(num_split)
-    what = f"{count} records, {num_split} of them held out"
+    what = f"{counted(count, 'records')}, {num_split} of them held out"
     if files:
         remedy = "; or shorter sequences, which are more"
         what = (
-            f"{files[0].num_tokens} tokens, {count} sequences of "
+            f"{files[0].num_tokens} tokens, {counted(count, 'sequences')} of "
             f"data.sequence_length={data.sequence_length}, {num_split} of them held out"
         )
     if train_options.grpo is None:  # Of prompts, `measure_prompts` knows how many a step learns.
