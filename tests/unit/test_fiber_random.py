@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.modules.accumulate.fiber import Random
-from infinity.modules.accumulate.reachable import is_alike
+from infinity.modules.accumulate.proof import Proof
+from infinity.modules.accumulate.reachable import Reachable, is_alike
 
 
 class _Device:
@@ -167,6 +168,25 @@ def test_the_state_of_numpy_is_what_numpy_says_after_any_draws(steps: list[str])
         elif step == "other":
             kept = generators.state()[1]
         assert is_alike(generators.state()[1], numpy.random.get_state())
+
+
+@pytest.mark.parametrize("held", [lambda t: t, lambda t: {"a": t}, lambda t: [3, (t,)]])
+def test_no_look_compares_the_values_of_tensors_on_a_device(held: Callable[[Any], Any]) -> None:
+    """It would wait for the device. A meta tensor stands for one there: it has no values."""
+    block = _Block()
+    there, other = (torch.ones((), device="meta") for _ in range(2))
+    assert is_alike(held(there), held(there))
+    block.seen = held(there)
+    changed = Reachable([("block", block)], Proof()).watch()
+    assert not changed()
+    for new in (other, torch.ones(())):
+        assert not is_alike(held(new), held(there))
+        block.seen = held(new)
+        assert "block.seen" in [cell.what() for cell in changed()]
+
+
+class _Block(torch.nn.Module):
+    seen: Any = None
 
 
 def test_a_program_may_give_numpy_another_generator() -> None:

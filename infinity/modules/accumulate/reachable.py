@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property, partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy
@@ -115,7 +116,7 @@ class _Look:
 
     def __init__(self, cells: list[Changeable]) -> None:
         self.cells = cells
-        tables = [cell for cell in cells if type(cell.owner) in _CONTAINERS]
+        tables = [c for c in cells if type(c.owner) in _CONTAINERS and not _holds_far(c.before)]
         tensors = [cell for cell in cells if isinstance(cell.owner, torch.Tensor)]
         counted = [cell for cell in tensors if cell.before[0] is not None]
         tokens = [cell for cell in counted if _has_tokens(cell.before[1])]
@@ -508,14 +509,32 @@ def _put_key(owner: Any, key: Any, value: Any) -> None:
 
 
 def is_alike(now: Any, before: Any) -> bool:
-    """Whether a container and its copy hold the same objects, or two states are equal. Tensors in
-    containers are compared by identity."""
+    """Whether a container and its copy hold the same objects, or two states are equal. A tensor of
+    a device is like itself alone: a comparison would wait for the device."""
+    if now is before or _is_far(now) or _is_far(before):
+        return now is before
+    if isinstance(now, dict) and isinstance(before, dict):
+        if now.keys() != before.keys():
+            return False
+        now, before = [*now.values()], [before[key] for key in now]
+    if isinstance(now, (list, tuple, deque)) and type(now) is type(before):
+        if len(now) != len(before):
+            return False
+        return all(map(is_, now, before)) or all(map(is_alike, now, before))
     try:
-        return now is before or bool(now == before)
+        return bool(now == before)
     except (RuntimeError, ValueError):  # Arrays have no truth.
-        pass
-    if isinstance(now, _ARRAYS):
-        return now.shape == before.shape and bool((now == before).all())
-    if isinstance(now, dict):
-        return now.keys() == before.keys() and all(is_alike(now[key], before[key]) for key in now)
-    return len(now) == len(before) and all(map(is_alike, now, before))
+        are_arrays = isinstance(now, _ARRAYS) and isinstance(before, _ARRAYS)
+        return are_arrays and now.shape == before.shape and bool((now == before).all())
+
+
+def _is_far(found: Any) -> bool:
+    return isinstance(found, torch.Tensor) and found.device.type != "cpu"
+
+
+def _holds_far(container: Any) -> bool:
+    """Whether a container, or a sequence in it, holds tensors of a device."""
+    for found in container.values() if isinstance(container, dict) else container:
+        if _is_far(found[0] if isinstance(found, (list, tuple)) and found else found):
+            return True
+    return False
