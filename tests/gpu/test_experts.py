@@ -97,7 +97,9 @@ def test_no_bit_depends_on_tiles_or_on_micro_batches_that_share_a_product(
     kind: str, swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ "auto" is one product for all experts here: the model has transformers' default."""
-    options: dict[str, Any] = {"schedule": {"experts": "auto"}}
+    options: dict[str, Any] = {
+        "schedule": {"experts": "auto"}, "tiers": {"device": {"kind": "cuda"}},
+    }  # fmt: skip
     together = [run(bf16(kind), swap_directory, kind, n, **options) for n in (1, 3)]
     monkeypatch.setattr(experts_call, "are_rows_apart", lambda *_, **__: False)
     alone = run(bf16(kind), swap_directory, kind, 2, **options)

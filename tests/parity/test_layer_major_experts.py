@@ -77,7 +77,8 @@ def batch(number: int, rows: int = 2) -> dict[str, torch.Tensor]:
 
 
 def loss_of(model: Any, number: int) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch(number)).loss
+    inputs = {name: ids.to(model.device) for name, ids in batch(number).items()}
+    loss: torch.Tensor = model(**inputs).loss
     return loss
 
 
