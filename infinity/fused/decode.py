@@ -7,6 +7,7 @@ is the current one. Nothing waits for the device.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -183,10 +184,15 @@ class DecodeLaunch:
 
         operands = (*parts, *[parts[0]] * (_MOST_PARTS - len(parts)))
         bits = out.view(torch.int32 if out.dtype is torch.float32 else torch.int16)
-        has_e4m3 = out.is_cuda and torch.cuda.get_device_capability(out.device) >= _CONVERTS_E4M3
+        has_e4m3 = _has_e4m3(out.device)
         decode_kernels.decode[(self.programs, len(places))](
             *operands, places, bits, *self.numbers, **self.constants, has_e4m3=has_e4m3
         )
+
+
+@functools.cache
+def _has_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CONVERTS_E4M3
 
 
 def place_of(target: int, offset: float, starts: Sequence[int]) -> tuple[int, ...]:

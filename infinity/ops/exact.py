@@ -8,6 +8,7 @@ round-to-nearest-even could not be undone at ties.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from fractions import Fraction
 
@@ -55,7 +56,7 @@ def one_minus_product(a: float, b: float) -> float:
 
 def to_fp32(value: float) -> float:
     """The nearest fp32 value, infinity beyond its range."""
-    return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float32))
+    return ctypes.c_float(value).value  # Without a tensor: a launch rounds eight numbers.
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.config.machine import SIMD_VARIABLE
-from infinity.ops.exact import join, split
+from infinity.ops.exact import join, split, to_fp32
 from infinity.ops.optimizers import apply_rule, instruction_sets
 from infinity.ops.span import StateSpan
 from tests.support.exhaustive import sampled
@@ -86,3 +90,10 @@ def test_shape_and_dtypes() -> None:
     assert (weight.dtype, residual.dtype) == (torch.bfloat16, torch.int16)
     assert weight.shape == residual.shape == (5, 3)
     assert torch.equal(join(weight, residual), masters)
+
+
+@given(st.floats())
+def test_a_number_is_rounded_as_torch_rounds_it(value: float) -> None:
+    expected, found = torch.tensor(value, dtype=torch.float64).float(), to_fp32(value)
+    is_same = torch.equal(torch.tensor(found).view(torch.int32), expected.view(torch.int32))
+    assert is_same or (math.isnan(value) and math.isnan(found))
