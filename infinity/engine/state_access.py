@@ -105,6 +105,7 @@ class StateAccess:
         all ranks, which must not change it meanwhile. For gradients see `gradient`.
         """
         assert kind is not StateKind.GRADIENTS
+        assert not (keep and only), "a chunk is written whole"
         if kind is StateKind.PARAMETERS:
             return self._weights(unit, keep=keep)
         if self.partition is not None and unit.index < len(self.partition.full_units):
