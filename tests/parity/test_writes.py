@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError, InfinityError, ParameterNotResident, UnsupportedError
+from tests.support import models
 from tests.support.bits import assert_same, differences
 from tests.support.offloading import offloaded, swap_config
 
@@ -190,6 +191,20 @@ OF_MODELS: dict[str, Callable[[nn.Module], Any]] = {
 def test_a_write_to_many_weights_changes_them(how: str, pair: Any) -> None:
     with torch.no_grad():
         both(pair, OF_MODELS[how])
+
+
+def test_a_loop_over_parameters_writes_each_unit_once(swap_directory: Path) -> None:
+    model = models.TinyDecoder(width=128, layers=4)
+    with offloaded(model, swap_config(swap_directory)), torch.no_grad():
+        engine = infinity.engine_of(model)
+        engine.flush()
+        before = engine.counters.snapshot().get("nvme_write_nbytes", 0)
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        engine.flush()
+        written = engine.counters.snapshot()["nvme_write_nbytes"] - before
+    nbytes = sum(4 * parameter.numel() for parameter in model.parameters())
+    assert nbytes <= written <= 1.1 * nbytes
 
 
 def test_a_state_dict_is_saved_copied_and_loaded_as_plain_tensors(pair: Any) -> None:

@@ -138,7 +138,7 @@ class LayerMajorSchedule:
         self._at_experts: dict[Fiber, ExpertsCall] = {}
         self._runs = BlockRuns(
             parts.inputs, self._random, self._attributes, parts.proof, self._experts, parts.device,
-            uses.is_parameter_memory, lambda: self._running is not None,
+            uses.param_table.is_parameter_memory, lambda: self._running is not None,
         )  # fmt: skip
         self._running: Fiber | None = None
         # All fibers of the run, in the order in which they pass a block.

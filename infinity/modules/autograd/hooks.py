@@ -398,7 +398,7 @@ class ModuleHooks:
             if not numbers:
                 del self._running[get_ident()]
             try:
-                output = detach_from_parameters(output, self._uses.is_parameter_memory)
+                output = detach_from_parameters(output, self._uses.param_table.is_parameter_memory)
                 if output is not None and torch.is_grad_enabled():
                     self._watch(first, output)
                 return output

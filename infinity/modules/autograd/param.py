@@ -211,8 +211,9 @@ class ParamTable:
         if here.rnns:
             _refresh(here.rnns)
 
-    def show_handles(self, unit: int) -> None:
-        """Replaces the compute parameters of a unit with its handles."""
+    def show_handles(self, unit: int) -> bool:
+        """Replaces the compute parameters of a unit with its handles. Returns whether modules have
+        shown them."""
         here = self._by_unit[unit]
         for module, attribute, param in here.places if here.is_shown else ():
             if module._parameters.get(attribute) is param.compute:
@@ -221,6 +222,7 @@ class ParamTable:
                 param.show(param.handle, param.compute)
         if here.rnns:
             _refresh(here.rnns)
+        return here.is_shown
 
     def settle(self, unit: int) -> None:
         """Records that the engine has taken over every change of a unit, which shows handles."""

@@ -76,10 +76,11 @@ class UnitUses:
         self._process = OwnProcess()
         # By the backward that is running, in its order: that of their writes and early updates.
         self._left: dict[int, None] = {}
+        # That of the last function outside of modules; a loop over parameters writes it once.
+        self._unwritten: int | None = None
         self.users: list[int] = []  # The threads that use units outside of hooks.
         self.is_closed = False
         self.on_tile: OnTile | None = None
-        self.is_parameter_memory = param_table.is_parameter_memory
 
     @contextmanager
     def tiles_stop(self, on_tile: OnTile) -> Iterator[None]:
@@ -110,6 +111,9 @@ class UnitUses:
                 self._gradients.take_in()  # What other ranks gave.
                 if self._left:
                     self._write_left(but=units)
+                if self._unwritten is not None and self._unwritten not in units:
+                    self._weight_cache.write_behind(self._unwritten)
+                    self._unwritten = None
                 # All updates first: the optimizer's ring needs one range of free memory.
                 for unit in units:
                     self._update(unit, lent)
@@ -153,8 +157,10 @@ class UnitUses:
                         refusal = self._changes.put_back(unit) or refusal
                         self._changes.note_raw_writes(unit)
                     if self._weight_cache.release(unit):
-                        self._release_unit(unit)
-                        self._weight_cache.write_behind(unit)
+                        if self._release_unit(unit):
+                            self._weight_cache.write_behind(unit)
+                        else:
+                            self._unwritten = unit
                 except BaseException as error:  # The uses of the others end, too.
                     refusal = refusal or error
             self._updater.advance()
@@ -194,14 +200,16 @@ class UnitUses:
         if not self._weight_cache.is_in_use(unit):
             self._updater.bring_up_to_date(unit, is_needed=True)
 
-    def _release_unit(self, unit: int) -> None:
-        self.param_table.show_handles(unit)
+    def _release_unit(self, unit: int) -> bool:
+        """Returns whether the modules have shown it."""
+        was_shown = self.param_table.show_handles(unit)
         try:
             self._changes.take_over(unit)
         finally:
             self._changes.end_use(unit)
         if current_backward() != OUTSIDE_BACKWARD:
             self._left[unit] = None
+        return was_shown
 
     def refuse_in_use(self, what: str) -> None:
         """Raises InfinityError, which names the caller, while units are in use."""
