@@ -286,9 +286,26 @@ def test_scaled_positions_are_said_unless_config_json_is_there(tmp_path: Path) -
     assert converted(file, tmp_path / "second") == []
 
 
-def test_types_without_a_codec_are_refused_by_name(tmp_path: Path) -> None:
-    (file,) = written(tmp_path / "tiny.gguf", "llama", lambda _: "TQ2_0")
-    with pytest.raises(ConfigError, match=r"TQ2_0, for which there is no codec; .*Q4_K"):
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_types_without_a_codec_become_the_numbers_of_transformers(
+    architecture: str, tmp_path: Path
+) -> None:
+    kind_of = lambda name: "TQ2_0" if "ffn" in name or "attn_q" in name else "Q4_K"  # noqa: E731
+    (file,) = written(tmp_path / "tiny.gguf", architecture, kind_of)
+    put_config_beside(tmp_path, architecture)
+    (line,) = converted(file, tmp_path / "out")
+    assert "model.layers.0.mlp." in line and "become bfloat16: there is no codec for" in line
+    found, expected = decoded(tmp_path / "out"), expected_of(file)
+    for name, values in found.items():
+        is_router = name.endswith("mlp.gate.weight")
+        is_wide = "q_proj" in name or (".mlp." in name and not is_router)
+        want = expected[name].bfloat16().float() if is_wide else expected[name]
+        assert torch.equal(values, want), name
+
+
+def test_types_that_nobody_decodes_are_refused_by_name(tmp_path: Path) -> None:
+    (file,) = written(tmp_path / "tiny.gguf", "llama", lambda _: "MXFP4")
+    with pytest.raises(ConfigError, match=r"MXFP4, for which there is no codec; .*Q4_K"):
         plan_gguf(file, print)
 
 

@@ -16,6 +16,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from infinity.errors import ConfigError, corrupt, listed, refusing
 from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor
 
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
+# Types without a codec, which gguf's own reader decodes. They become bfloat16.
+_DECODED = (
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0",
+)  # fmt: skip
 # Files of the original model that are taken where they lie beside the GGUF file.
 _BESIDE = (
     "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*",
@@ -127,6 +132,7 @@ def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> Dire
     if missing:
         raise ConfigError(f"{source.path} has no tensor for {listed(missing)}")
     file_of = {name: index for index, file in enumerate(source.tensors) for name in file}
+    wide = list[str]()
     for target, tensors in parts.items():
         tensors.sort(key=lambda tensor: f"ffn_{_MERGED_LAST}_" in tensor.name)
         shape, count = tuple(expected[target].shape), len(source.files)
@@ -139,6 +145,9 @@ def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> Dire
                 f"{math.prod(shape):,} {shape}: {_remedy(source)}"
             )
         plan.add(shard, target, _planned(target, shape, tensors, processor))
+        wide += [target] * (tensors[0].tensor_type.name in _DECODED)
+    if wide:
+        say(f"{listed(wide)} become bfloat16: there is no codec for {', '.join(_DECODED)}")
     return plan
 
 
@@ -223,11 +232,17 @@ def _planned(
         )
     if kind in FLOAT_DTYPES:
         info = TensorInfo(name=target, dtype=FLOAT_DTYPES[kind], shape=shape)
-        return PlannedTensor((info,), lambda: {target: _numbers(tensors, processor, shape, kind)})
+        return PlannedTensor((info,), lambda: {target: _numbers(tensors, processor, info)})
+    if kind in _DECODED:
+        info = TensorInfo(name=target, dtype=torch.bfloat16, shape=shape)
+        made = partial(_numbers, tensors, processor, info)
+        if tensors[0].data.ndim > 2:
+            made = partial(_experts, tensors, info)
+        return PlannedTensor((info,), lambda: {target: made()})
     if kind not in RECORDS:
         raise ConfigError(
             f"{tensors[0].name!r} is {kind}, for which there is no codec; codecs exist for "
-            f"{', '.join(RECORDS)}. Use a file in one of these types"
+            f"{', '.join(RECORDS)}, and {', '.join(_DECODED)} become numbers. Use a file in these"
         )
     orders = [_order_of_rows(tensor, processor) for tensor in tensors]
     (part,) = ggml(kind).parts(shape)
@@ -244,16 +259,29 @@ def _planned(
     return PlannedTensor((info,), make)
 
 
-def _numbers(tensors: list[Any], processor: Any, shape: tuple[int, ...], kind: str) -> torch.Tensor:
-    """Returns numbers as transformers has them, in the dtype of the file."""
-    from gguf import GGMLQuantizationType, dequantize
+def _numbers(tensors: list[Any], processor: Any, info: TensorInfo) -> torch.Tensor:
+    """Returns numbers as transformers has them, in the dtype of `info`."""
+    from gguf import dequantize
 
     made = []
     for tensor in tensors:
-        numbers = dequantize(tensor.data, GGMLQuantizationType[kind])
+        numbers = dequantize(tensor.data, tensor.tensor_type)
         made.append(numbers if len(tensors) > 1 else _turned(processor, numbers, tensor.name))
     merged = made[0] if len(made) == 1 else np.concatenate(made, axis=-2)
-    return torch.from_numpy(np.array(merged, order="C")).to(FLOAT_DTYPES[kind]).view(shape)
+    return torch.from_numpy(np.array(merged, order="C")).to(info.dtype).view(info.shape)
+
+
+def _experts(tensors: list[Any], info: TensorInfo) -> torch.Tensor:
+    """Returns the numbers of experts, which are decoded one at a time."""
+    from gguf import dequantize
+
+    made, first = torch.empty(info.shape, dtype=info.dtype), 0
+    for tensor in tensors:
+        last = first + tensor.data.shape[-2]
+        for number, blocks in enumerate(tensor.data):
+            made[number, first:last] = torch.from_numpy(dequantize(blocks, tensor.tensor_type))
+        first = last
+    return made
 
 
 def _order_of_rows(tensor: Any, processor: Any) -> np.ndarray[Any, Any] | None:
