@@ -6,6 +6,7 @@ local here. What a quick start leaves to defaults (steps, reports, the device) i
 
 from __future__ import annotations
 
+import gc
 import json
 import runpy
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoModelForSequenceClassification, DistilBertConfig, TrainingArguments
 
 import infinity
@@ -292,6 +294,14 @@ def test_a_quick_start_runs_with_at_most_three_changed_lines(
     engine.close()
 
 
+def as_in_a_process_of_its_own() -> None:
+    """Ends what other tests have left: accelerate's state is the process's, and a suspended
+    `fork_rng` that is collected in the middle of a loop puts the random numbers back."""
+    gc.collect()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.filterwarnings("error:.*optimizer.step")
 @pytest.mark.parametrize("way", ["", " as it is"])
@@ -311,8 +321,10 @@ def test_a_loop_of_accelerate_has_the_bits_of_the_loop_in_memory(
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     file = workplace / "loop.py"
     file.write_text(program)
+    as_in_a_process_of_its_own()
     plain = runpy.run_path(str(file))
     file.write_text("\n".join(changes.get(line, line) for line in lines))
+    as_in_a_process_of_its_own()
     with DropIn().installed() if is_run else nullcontext():
         mine = runpy.run_path(str(file))
     assert mine["losses"] == plain["losses"] and len(set(plain["losses"])) == 4

@@ -91,7 +91,8 @@ def convert(
 ) -> None:
     """Make a directory of safetensors from other formats, with the same bits.
 
-    Blocks of GGUF stay quantised as they are. One tensor is in memory at a time.
+    Blocks of GGUF stay quantised as they are; those of IQ1 to IQ3 and TQ become bfloat16. One
+    tensor is in memory at a time.
     """
     from infinity.config.extras import require_transformers
 
