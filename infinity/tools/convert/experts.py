@@ -21,7 +21,7 @@ import torch
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.errors import ConfigError
-from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor
+from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor, copied
 
 _SCALE = "_weight_scale"
 _PACKED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_(weight_scale(_2)?|input_scale))?")
@@ -58,26 +58,15 @@ def plan_apart(directory: Path) -> DirectoryPlan | None:
                 for number in range(info.shape[0]):
                     plan.add(file.name, name, _expert(name, number, stored))
             elif found is None or f"{found[1]}{found[2]}" not in packed:
-                plan.add(file.name, name, _planned({name: (info, partial(reader.read, name))}))
+                plan.add(file.name, name, copied(directory, [info], reader.read))
     return plan
-
-
-def _planned(made: Mapping[str, tuple[TensorInfo, Callable[[], torch.Tensor]]]) -> PlannedTensor:
-    for name, (info, _) in made.items():
-        if info.unreadable is not None:
-            raise ConfigError(f"{name!r} is {info.unreadable[0]}, which cannot be copied")
-    infos = tuple(
-        TensorInfo(name=name, dtype=info.dtype, shape=info.shape)
-        for name, (info, _) in made.items()
-    )
-    return PlannedTensor(infos, lambda: {name: make() for name, (_, make) in made.items()})
 
 
 def _expert(packed: str, number: int, stored: Mapping[str, SafetensorsReader]) -> PlannedTensor:
     """Returns the matrices of an expert, with all that the packed tensor has beside its codes."""
     stem, kind = packed.rpartition(".experts.")[0], packed.rpartition(".")[2]
     of_codes, parts = stored[packed].tensors[packed].shape, kind.removesuffix("_proj").split("_")
-    made: dict[str, tuple[TensorInfo, Callable[[], torch.Tensor]]] = {}
+    infos, made = list[TensorInfo](), dict[str, Callable[[], torch.Tensor]]()
     for end in ("", _SCALE, f"{_SCALE}_2", "_input_scale"):
         name = packed + end
         if name not in stored:
@@ -92,9 +81,10 @@ def _expert(packed: str, number: int, stored: Mapping[str, SafetensorsReader]) -
         for index, part in enumerate(parts):
             own = shape and (shape[-1] // len(parts), *shape[-2:-1])
             ended = f"{stem}.experts.{number}.{part}_proj{end.replace('_', '.', 1) or '.weight'}"
-            read = partial(_read, stored[name], name, start, shape, (index, len(parts)))
-            made[ended] = TensorInfo(name=ended, dtype=info.dtype, shape=own), read
-    return _planned(made)
+            infos.append(TensorInfo(name=ended, dtype=info.dtype, shape=own))
+            part_of = index, len(parts)
+            made[ended] = partial(_read, stored[name], name, start, shape, part_of)
+    return PlannedTensor(tuple(infos), lambda: {name: make() for name, make in made.items()})
 
 
 def _misfit(name: str, info: TensorInfo) -> ConfigError:

@@ -80,17 +80,24 @@ class DirectoryPlan:
         return sum(outcome.nbytes for rows in self.shards.values() for _, outcome in rows)
 
 
-def unchanged(source: WeightSource, name: str) -> PlannedTensor:
-    """Returns a logical tensor as the source stores it."""
-    encoded = source.encoded(name)
-    names = (*encoded.names, *encoded.aside)
-    infos = tuple(source.stored_info(stored) for stored in names)
+def copied(
+    where: Path, infos: Sequence[TensorInfo], read: Callable[[str], torch.Tensor]
+) -> PlannedTensor:
+    """Returns tensors as they are stored; `read` returns them by name. Raises ConfigError, which
+    begins with `where`, for a dtype that torch does not have."""
     for info in infos:
         if info.unreadable is not None:
             raise ConfigError(
-                f"{source.path}: {info.name!r} is {info.unreadable[0]}, which cannot be copied"
+                f"{where}: {info.name!r} is {info.unreadable[0]}, which cannot be copied"
             )
-    return PlannedTensor(infos, lambda: {stored: source.read_stored(stored) for stored in names})
+    return PlannedTensor(tuple(infos), lambda: {info.name: read(info.name) for info in infos})
+
+
+def unchanged(source: WeightSource, name: str) -> PlannedTensor:
+    """Returns a logical tensor as the source stores it."""
+    encoded = source.encoded(name)
+    infos = [source.stored_info(stored) for stored in (*encoded.names, *encoded.aside)]
+    return copied(source.path, infos, source.read_stored)
 
 
 def as_numbers(name: str, shape: Shape, dtype: torch.dtype, make: Make) -> PlannedTensor:
