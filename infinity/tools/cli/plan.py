@@ -283,8 +283,8 @@ def _predict(asked: PlanOptions) -> None:
     data = None if count is None else parse_count(count, "--data-tokens")
     if data is not None and asked.examples is not None:
         data *= batch.sequence_length
-    is_own = asked.tokens is None and asked.sequence is None and not asked.score
-    own = None if asked.by_name or not is_own else batch_of_data(config, batch)
+    is_as_filed = not (asked.by_name or asked.score or asked.tokens or asked.sequence)
+    own = batch_of_data(config, batch) if is_as_filed else None
     has_second = not asked.by_name and not asked.score and has_reference(config)
     with sharing_budgets(config, has_second=has_second) as config:
         found = forecast(
@@ -293,8 +293,8 @@ def _predict(asked: PlanOptions) -> None:
             num_nodes=asked.nodes, shard_drives=drives,
         )  # fmt: skip
         of_data = None if own is None else forecast_again(found, config, model, batch=own)
-    found = replace(found, data_tokens=data, of_data=of_data)
-    found = replace(found, other=on_other_drives(config, model, found))
+    other = on_other_drives(config, model, found)
+    found = replace(found, data_tokens=data, of_data=of_data, other=other)
     advice = advise(config, model, found)
     second = "half of the budgets is for the second model, whose reads and time are not counted"
     found = replace(found, warnings=(*found.warnings, *[second] * has_second))

@@ -159,7 +159,9 @@ def batch_of_data(config: SwapConfig, batch: Batch) -> Batch | None:
     if config.data is None or config.data.packing or not is_apart or not files:
         return None
     with suppress(ConfigError):  # `infinity train` raises it.
-        facts = read_data(files, open_tokenizer(config.data.tokenizer), batch.sequence_length)
+        tokenizer = open_tokenizer(config.data.tokenizer)
+        # Their labels, which would be read of all records, are not learned.
+        facts = read_data(files, tokenizer, batch.sequence_length, train={})
         length = max(facts.num_tokens // facts.num_records, 1)
         if length < batch.sequence_length:
             num_tokens = batch.num_tokens // batch.sequence_length * length
