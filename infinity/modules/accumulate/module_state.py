@@ -49,8 +49,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, mode in modes:  # A class may do more in `train`.
-            module.train(mode)
+        for module, mode in modes:  # `train`, in which a class may do more, takes submodules along.
+            if module.training != mode:
+                module.train(mode)
 
 
 class Touched(NamedTuple):
