@@ -6,7 +6,7 @@ import importlib
 import os
 import signal
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -141,17 +141,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[
-        bool, flag("--version", "Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
-    traceback: Annotated[
-        bool,
-        flag(
-            "--traceback",
-            "Show where an error was raised, not just its message.",
-            envvar="INFINITY_TRACEBACK",
-        ),
-    ] = False,
+    version: bool = flag("--version", "Print the version.", callback=_print_version, is_eager=True),
+    traceback: bool = flag(
+        "--traceback",
+        "Show where an error was raised, not just its message.",
+        envvar="INFINITY_TRACEBACK",
+    ),
 ) -> None:
     """Train PyTorch models whose training state fits neither the GPU nor the RAM."""
 

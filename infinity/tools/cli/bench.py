@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from infinity.errors import ConfigError, refusing
 from infinity.sizes import MIB, align_down, format_nbytes, parse_nbytes
-from infinity.tools.cli.options import Paths, arg, flag, is_silent, note, opt, reply, wants_json
+from infinity.tools.cli.options import arg, flag, is_silent, note, opt, reply, wants_json
 
 if TYPE_CHECKING:
     from infinity.tools.bench.measure import Comparison, Effort, Lab
@@ -31,35 +31,27 @@ _PIPE_WIDTH = 100
 _STYLES = {"ok": "green", "degraded": "yellow", "missing": "bold red"}
 _FINDING_WIDTH = 1000
 
-_Config = Annotated[Path | None, arg("CONFIG", "A configuration file: its paths and [io].")]
-_Size = Annotated[
-    str | None,
-    opt(
+_CONFIG = arg("CONFIG", "A configuration file: its paths and [io].", default=None)
+_PATHS = opt("DIR", "A directory on a drive; may be repeated.", "--path")
+
+
+def bench(
+    config: Path | None = _CONFIG,
+    paths: list[Path] | None = _PATHS,
+    quick: bool = flag("--quick", "About 20 seconds."),
+    only: str | None = opt(
+        "A,B",
+        "Some of: read, write, mixed, sweep, latency, stripes, host, optimizer, device, pipeline.",
+    ),
+    size: str | None = opt(
         "SIZE",
         "Bytes of one timed transfer, 1GiB by default. Twice that is written to each drive, "
         "and that much memory is taken.",
     ),
-]
-_NoFio = Annotated[bool, flag("--no-fio", "Skip fio, even if it is installed.")]
-
-
-def bench(
-    config: _Config = None,
-    paths: Paths = None,
-    quick: Annotated[bool, flag("--quick", "About 20 seconds.")] = False,
-    only: Annotated[
-        str | None,
-        opt(
-            "A,B",
-            "Some of: read, write, mixed, sweep, latency, stripes, host, optimizer, device, "
-            "pipeline.",
-        ),
-    ] = None,
-    size: _Size = None,
-    rounds: Annotated[int | None, opt("N", "Interleaved rounds; 7 by default.", min=1)] = None,
-    save: Annotated[Path | None, opt("FILE", "Write the same JSON to a file.")] = None,
-    plot: Annotated[Path | None, opt("DIR", "Write plots as PNG files.")] = None,
-    no_fio: _NoFio = False,
+    rounds: int | None = opt("N", "Interleaved rounds; 7 by default.", min=1),
+    save: Path | None = opt("FILE", "Write the same JSON to a file."),
+    plot: Path | None = opt("DIR", "Write plots as PNG files."),
+    no_fio: bool = flag("--no-fio", "Skip fio, even if it is installed."),
 ) -> None:
     """Measure drives, host memory and device, each with a ceiling measured in the same run.
 
@@ -222,11 +214,11 @@ def _made(directories: Sequence[Path]) -> Iterator[None]:
 
 
 def tune(
-    config: _Config = None,
-    paths: Paths = None,
-    limit_s: Annotated[float, opt("SECONDS", "Limit of the search.", "--time", min=1)] = 60.0,
-    size: Annotated[str | None, opt("SIZE", "Bytes of one timed transfer, 128MiB.")] = None,
-    write: Annotated[Path | None, opt("FILE", "Also write the fragment to a file.")] = None,
+    config: Path | None = _CONFIG,
+    paths: list[Path] | None = _PATHS,
+    limit_s: float = opt("SECONDS", "Limit of the search.", "--time", default=60.0, min=1),
+    size: str | None = opt("SIZE", "Bytes of one timed transfer, 128MiB."),
+    write: Path | None = opt("FILE", "Also write the fragment to a file."),
 ) -> None:
     """Find the io settings that suit these drives, and print them as a fragment of TOML.
 
@@ -281,18 +273,15 @@ def tune(
 
 
 def doctor(
-    config: Annotated[
-        Path | None, arg("CONFIG", "A configuration file; its needs are checked.")
-    ] = None,
-    paths: Annotated[
-        list[Path] | None,
-        opt(
-            "DIR",
-            "A directory for swap files, instead of CONFIG; may be repeated. "
-            "Default: the current directory.",
-            "--path",
-        ),
-    ] = None,
+    config: Path | None = arg(
+        "CONFIG", "A configuration file; its needs are checked.", default=None
+    ),
+    paths: list[Path] | None = opt(
+        "DIR",
+        "A directory for swap files, instead of CONFIG; may be repeated. "
+        "Default: the current directory.",
+        "--path",
+    ),
 ) -> None:
     """List what this machine lacks for offloading, with its cost and the remedy.
 

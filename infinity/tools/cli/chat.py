@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -25,18 +26,18 @@ from infinity.tools.cli.options import (
 if TYPE_CHECKING:
     from infinity.tools.chat import TextWriter
 
-_Model = Annotated[Path, arg("DIR", "The output of a run, an adapter, or a directory of weights.")]
-_Config = Annotated[Path | None, opt("FILE", "Tiers and budgets. Default: half the memory.")]
-_Tokens = Annotated[int, opt("N", "The most tokens to generate.", min=1)]
-_Temperature = Annotated[float, opt("T", "0 takes the likeliest token.", min=0.0)]
+_MODEL = arg("DIR", "The output of a run, an adapter, or a directory of weights.")
+_CONFIG = opt("FILE", "Tiers and budgets. Default: half the memory.")
+_tokens = partial(opt, "N", "The most tokens to generate.", min=1)
+_temperature = partial(opt, "T", "0 takes the likeliest token.", min=0.0)
 
 
 def generate(
-    directory: _Model,
-    prompt: Annotated[str, arg("TEXT", "The beginning of the text.")],
-    tokens: _Tokens = 100,
-    temperature: _Temperature = 0.0,
-    config: _Config = None,
+    directory: Path = _MODEL,
+    prompt: str = arg("TEXT", "The beginning of the text."),
+    tokens: int = _tokens(default=100),
+    temperature: float = _temperature(default=0.0),
+    config: Path | None = _CONFIG,
 ) -> None:
     """Let a trained model continue a text.
 
@@ -62,11 +63,11 @@ def generate(
 
 
 def chat(
-    directory: _Model,
-    system: Annotated[str | None, opt("TEXT", "The system prompt.")] = None,
-    tokens: _Tokens = 400,
-    temperature: _Temperature = 0.7,
-    config: _Config = None,
+    directory: Path = _MODEL,
+    system: str | None = opt("TEXT", "The system prompt."),
+    tokens: int = _tokens(default=400),
+    temperature: float = _temperature(default=0.7),
+    config: Path | None = _CONFIG,
 ) -> None:
     """Talk to a trained model, one line at a time; an empty line or Ctrl-D ends it.
 
@@ -119,32 +120,26 @@ def _line() -> str:
 
 
 def score(
-    model: Annotated[Path, arg("MODEL", "A directory of weights, or the hub's name.")],
-    data: Annotated[list[Path], arg("DATA", "Texts, or records as `infinity train` reads them.")],
-    output: Annotated[Path, opt("FILE", "A .jsonl or .parquet file.", "--output", "-o")],
-    adapter: Annotated[Path | None, opt("DIR", "An adapter in PEFT's format.")] = None,
-    config: Annotated[
-        Path | None, opt("FILE", "A swap-tier file. Default: what suits this machine.")
-    ] = None,
-    dtype: Annotated[str | None, opt("NAME", "float32 or bfloat16. Default: the model's.")] = None,
-    top_k: Annotated[int, opt("N", "Also the N likeliest tokens at each place.")] = 0,
-    layers: Annotated[
-        str | None, opt("N,N", "Also the hidden states of these layers; 0 is the first input.")
-    ] = None,
-    max_length: Annotated[
-        int | None, opt("N", "Tokens of a piece of a text file. A longer record is refused.", min=2)
-    ] = None,
-    sweep_tokens: Annotated[
-        int | None,
-        opt("N", "Tokens that pass the weights together. Default: 32768, on a GPU 131072.", min=1),
-    ] = None,
-    routing: Annotated[
-        Path | None,
-        opt("FILE", "Also a census of the experts that are chosen, for adapter.experts_full."),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, flag("--trust-remote-code", "Run the directory's own code.")
-    ] = False,
+    model: Path = arg("MODEL", "A directory of weights, or the hub's name."),
+    data: list[Path] = arg("DATA", "Texts, or records as `infinity train` reads them."),
+    output: Path = opt("FILE", "A .jsonl or .parquet file.", "--output", "-o", default=...),
+    adapter: Path | None = opt("DIR", "An adapter in PEFT's format."),
+    config: Path | None = opt("FILE", "A swap-tier file. Default: what suits this machine."),
+    dtype: str | None = opt("NAME", "float32 or bfloat16. Default: the model's."),
+    top_k: int = opt("N", "Also the N likeliest tokens at each place.", default=0),
+    layers: str | None = opt(
+        "N,N", "Also the hidden states of these layers; 0 is the first input."
+    ),
+    max_length: int | None = opt(
+        "N", "Tokens of a piece of a text file. A longer record is refused.", min=2
+    ),
+    sweep_tokens: int | None = opt(
+        "N", "Tokens that pass the weights together. Default: 32768, on a GPU 131072.", min=1
+    ),
+    routing: Path | None = opt(
+        "FILE", "Also a census of the experts that are chosen, for adapter.experts_full."
+    ),
+    trust_remote_code: bool = flag("--trust-remote-code", "Run the directory's own code."),
 ) -> None:
     """Write the log-probability of every token of texts under a model of any size.
 

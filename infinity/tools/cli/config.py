@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -26,11 +26,11 @@ app = typer.Typer(
     help="Check, show and describe configuration files; translate those of DeepSpeed.",
 )
 
-_File = Annotated[str, arg("FILE", "A .toml, .yaml, .yml or .json file.")]
+_FILE = arg("FILE", "A .toml, .yaml, .yml or .json file.")
 
 
 @app.command()
-def check(file: _File) -> None:
+def check(file: str = _FILE) -> None:
     """Print "ok", or every fault with its position and exit code 1."""
     from infinity.config import InvalidConfigError, SwapConfig
 
@@ -52,7 +52,7 @@ def check(file: _File) -> None:
 
 
 @app.command()
-def show(file: _File) -> None:
+def show(file: str = _FILE) -> None:
     """Print every value and its origin, as a usable TOML file."""
     from infinity.config import SwapConfig, render
 
@@ -66,12 +66,8 @@ def show(file: _File) -> None:
 
 @app.command()
 def schema(
-    markdown: Annotated[
-        bool, flag("--markdown", "The reference as Markdown: docs/CONFIG.md.")
-    ] = False,
-    deepspeed: Annotated[
-        bool, flag("--deepspeed", "What `config import` does with each key: Markdown.")
-    ] = False,
+    markdown: bool = flag("--markdown", "The reference as Markdown: docs/CONFIG.md."),
+    deepspeed: bool = flag("--deepspeed", "What `config import` does with each key: Markdown."),
 ) -> None:
     """Print the JSON Schema of a configuration file."""
     from infinity.config import render
@@ -90,12 +86,10 @@ def schema(
 
 @app.command("import")
 def import_(
-    file: Annotated[str, arg("FILE", "A DeepSpeed configuration, .json.")],
-    out: Annotated[Path | None, opt("FILE", "Write to this file.")] = None,
-    report: Annotated[Literal["text", "json"], opt(None, "Format of the report on keys.")] = "text",
-    skip_refused: Annotated[
-        bool, flag("--skip-refused", "Leave out keys that cannot be translated.")
-    ] = False,
+    file: str = arg("FILE", "A DeepSpeed configuration, .json."),
+    out: Path | None = opt("FILE", "Write to this file."),
+    report: Literal["text", "json"] = opt(None, "Format of the report on keys.", default="text"),
+    skip_refused: bool = flag("--skip-refused", "Leave out keys that cannot be translated."),
 ) -> None:
     """Translate a DeepSpeed configuration and report on every key.
 

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from infinity.errors import ConfigError, refusing
 from infinity.sizes import counted, format_nbytes, parse_nbytes
-from infinity.tools.cli.options import Push, arg, flag, is_silent, opt, progress_bar, pushing, reply
+from infinity.tools.cli.options import PUSH, arg, flag, is_silent, opt, progress_bar, pushing, reply
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
     from infinity.tools.convert.rewrite import DirectoryPlan
     from infinity.tools.convert.spread import SpreadPlan
 
-_Out = Annotated[Path, opt("OUT", "The directory to write; a new one.", "--output", "-o")]
+_OUT = opt("OUT", "The directory to write; a new one.", "--output", "-o", default=...)
 
 
 def merge(
-    base: Annotated[Path, arg("BASE", "The directory of the base's weights.")],
-    adapter: Annotated[Path, arg("ADAPTER", "The directory of an adapter, as PEFT saves.")],
-    out: _Out,
-    to: Annotated[
-        Literal["bf16", "keep"],
-        opt(
-            None,
-            "bf16: quantised weights become numbers (float16 where their scales are). keep: "
-            "changed ones are quantised again, in the format that they have; the others are "
-            "copied.",
-        ),
-    ] = "bf16",
-    any_base: Annotated[
-        bool, flag("--any-base", "Allow another base than that of the training.")
-    ] = False,
-    push: Push = None,
+    base: Path = arg("BASE", "The directory of the base's weights."),
+    adapter: Path = arg("ADAPTER", "The directory of an adapter, as PEFT saves."),
+    out: Path = _OUT,
+    to: Literal["bf16", "keep"] = opt(
+        None,
+        "bf16: quantised weights become numbers (float16 where their scales are). keep: "
+        "changed ones are quantised again, in the format that they have; the others are "
+        "copied.",
+        default="bf16",
+    ),
+    any_base: bool = flag("--any-base", "Allow another base than that of the training."),
+    push: str | None = PUSH,
 ) -> None:
     """Merge a LoRA or DoRA adapter into its base, as a checkpoint.
 
@@ -55,16 +51,14 @@ def merge(
 
 
 def quantize(
-    directory: Annotated[Path, arg("DIR", "A directory of bf16, fp16 or fp32 weights.")],
-    out: _Out,
-    to: Annotated[
-        Literal["nf4", "int4", "fp8"],
-        opt(
-            None,
-            "nf4: as bitsandbytes stores it. int4: groups of 32, as compressed-tensors. fp8: "
-            "E4M3 in blocks of 128x128, as DeepSeek-V3.",
-        ),
-    ],
+    directory: Path = arg("DIR", "A directory of bf16, fp16 or fp32 weights."),
+    out: Path = _OUT,
+    to: Literal["nf4", "int4", "fp8"] = opt(
+        None,
+        "nf4: as bitsandbytes stores it. int4: groups of 32, as compressed-tensors. fp8: "
+        "E4M3 in blocks of 128x128, as DeepSeek-V3.",
+        default=...,
+    ),
 ) -> None:
     """Quantise the linear layers of a checkpoint, for a smaller base under an adapter.
 
@@ -79,15 +73,12 @@ def quantize(
 
 
 def convert(
-    source: Annotated[
-        Path,
-        arg(
-            "SOURCE",
-            "A .gguf file (of a split the first one), or a directory with pytorch_model.bin, or "
-            "with experts of Llama 4 that modelopt has packed.",
-        ),
-    ],
-    out: _Out,
+    source: Path = arg(
+        "SOURCE",
+        "A .gguf file (of a split the first one), or a directory with pytorch_model.bin, or "
+        "with experts of Llama 4 that modelopt has packed.",
+    ),
+    out: Path = _OUT,
 ) -> None:
     """Make a directory of safetensors from other formats, with the same bits.
 
@@ -131,30 +122,21 @@ def _write(plan: DirectoryPlan, out: Path) -> None:
 
 
 def export(
-    checkpoint: Annotated[
-        Path, arg("CHECKPOINT", "A checkpoint of a run, or a directory of them.")
-    ],
-    out: Annotated[Path, arg("OUT", "The directory to write.")],
-    to: Annotated[
-        Literal["hf", "fp32", "dcp"],
-        opt(
-            None,
-            "hf: safetensors in the compute dtype, as from_pretrained loads them. fp32: the "
-            "same in float32, as the optimizer keeps it. dcp: weights, masters and the optimizer's "
-            "state for torch.distributed.checkpoint.",
-        ),
-    ] = "hf",
-    config: Annotated[
-        Path | None,
-        opt(
-            "FILE",
-            "The configuration file of the run, for its [model]. Default: the copy in the "
-            "output directory of the run, if the checkpoint is below it.",
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        str, opt("SIZE", "Largest safetensors file.", "--max-shard")
-    ] = "2GiB",
+    checkpoint: Path = arg("CHECKPOINT", "A checkpoint of a run, or a directory of them."),
+    out: Path = arg("OUT", "The directory to write."),
+    to: Literal["hf", "fp32", "dcp"] = opt(
+        None,
+        "hf: safetensors in the compute dtype, as from_pretrained loads them. fp32: the "
+        "same in float32, as the optimizer keeps it. dcp: weights, masters and the optimizer's "
+        "state for torch.distributed.checkpoint.",
+        default="hf",
+    ),
+    config: Path | None = opt(
+        "FILE",
+        "The configuration file of the run, for its [model]. Default: the copy in the "
+        "output directory of the run, if the checkpoint is below it.",
+    ),
+    max_shard_size: str = opt("SIZE", "Largest safetensors file.", "--max-shard", default="2GiB"),
 ) -> None:
     """Convert a checkpoint of a run to a format of other programs.
 
@@ -226,17 +208,14 @@ def _model_on_meta(config: SwapConfig) -> Any:
 
 
 def spread(
-    directory: Annotated[Path, arg("DIR", "A directory with *.safetensors.")],
-    folders: Annotated[list[Path] | None, arg("MORE", "Further directories of --over.")] = None,
-    over: Annotated[list[Path] | None, opt("A B C", "One directory on each drive.")] = None,
-    copy: Annotated[
-        bool,
-        flag(
-            "--copy/--move", "Keep the shards, in DIR/.infinity-originals, or move them (default)."
-        ),
-    ] = False,
-    gather: Annotated[bool, flag("--gather", "Undo: make the shards files of DIR again.")] = False,
-    dry_run: Annotated[bool, flag("--dry-run", "Tell what would be done, and do nothing.")] = False,
+    directory: Path = arg("DIR", "A directory with *.safetensors."),
+    folders: list[Path] | None = arg("MORE", "Further directories of --over.", default=None),
+    over: list[Path] | None = opt("A B C", "One directory on each drive."),
+    copy: bool = flag(
+        "--copy/--move", "Keep the shards, in DIR/.infinity-originals, or move them (default)."
+    ),
+    gather: bool = flag("--gather", "Undo: make the shards files of DIR again."),
+    dry_run: bool = flag("--dry-run", "Tell what would be done, and do nothing."),
 ) -> None:
     """Lay the shards of a checkpoint over several drives, so that all of them are read at once.
 

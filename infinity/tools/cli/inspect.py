@@ -4,7 +4,7 @@ removes what ended jobs have left."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,17 +19,14 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    directory: Annotated[
-        Path, arg("DIR", "A checkpoint, a directory of them, a run's output, or a swap directory.")
-    ],
-    verify: Annotated[bool, flag("--verify", "Read every byte and check its digest.")] = False,
-    remove: Annotated[
-        bool,
-        flag(
-            "--remove-stale",
-            "Remove what an ended job left in a swap directory, its committed step included.",
-        ),
-    ] = False,
+    directory: Path = arg(
+        "DIR", "A checkpoint, a directory of them, a run's output, or a swap directory."
+    ),
+    verify: bool = flag("--verify", "Read every byte and check its digest."),
+    remove: bool = flag(
+        "--remove-stale",
+        "Remove what an ended job left in a swap directory, its committed step included.",
+    ),
 ) -> None:
     """Describe a checkpoint or a swap directory: the step, the space by kind, and its integrity.
 
@@ -179,15 +176,11 @@ def _print(found: Inspection) -> None:
 
 
 def clean(
-    places: Annotated[
-        list[Path], arg("PLACE", "Swap directories, or configuration files that name them.")
-    ],
-    commits: Annotated[
-        bool, flag("--commits", "Remove committed steps, too: the run cannot be resumed from them.")
-    ] = False,
-    dry_run: Annotated[
-        bool, flag("--dry-run", "Tell what would be removed, and remove nothing.")
-    ] = False,
+    places: list[Path] = arg("PLACE", "Swap directories, or configuration files that name them."),
+    commits: bool = flag(
+        "--commits", "Remove committed steps, too: the run cannot be resumed from them."
+    ),
+    dry_run: bool = flag("--dry-run", "Tell what would be removed, and remove nothing."),
 ) -> None:
     """Remove the swap files and locks of jobs that are gone.
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from infinity.errors import ConfigError, refusing
 from infinity.tools.cli.options import (
-    HardwareName,
+    HARDWARE,
     arg,
     flag,
     is_silent,
@@ -44,54 +44,38 @@ _SWEPT: dict[str, Callable[[str], Any]] = {
 class NewOptions:
     """What the command line says."""
 
-    directory: Annotated[
-        Path, arg("MODEL_DIR", "The directory of a downloaded model; config.json alone is enough.")
-    ]
-    data: Annotated[
-        list[Path] | None, opt("FILE", "Records, text or captioned images; may be repeated.")
-    ] = None
-    rank: Annotated[
-        int | None, opt("RANK", "Rank of the adapter; 16 by default.", "--lora", min=1)
-    ] = None
-    full: Annotated[bool, flag("--full", "Train all weights, without an adapter.")] = False
-    sweep: Annotated[
-        list[str] | None,
-        opt(
-            "KEY=A,B",
-            "An adapter for each of these values of lr, rank, alpha, dropout or seed; repeated, "
-            "for each combination. All train in one run.",
-        ),
-    ] = None
-    experts: Annotated[bool, flag("--experts", "Adapt the routed experts, too.")] = False
-    swap: Annotated[
-        list[Path] | None,
-        opt(
-            "DIR",
-            "A directory on a drive for state that memory has no space for; one "
-            "per drive. Default: next to the file.",
-        ),
-    ] = None
-    sequence: Annotated[
-        int | None, opt("N", "Tokens of a sequence; by default as many as the data need.", min=2)
-    ] = None
-    batch: Annotated[int | None, opt("N", "Sequences of a step; up to 16 by default.", min=1)] = (
-        None
+    directory: Path = arg(
+        "MODEL_DIR", "The directory of a downloaded model; config.json alone is enough."
     )
-    epochs: Annotated[int, opt("N", "Passes over the data.", min=1)] = 1
-    ranks: Annotated[
-        int | None,
-        opt("N", "Ranks of one node. Default: one for each device of --hardware.", min=1),
-    ] = None
-    hardware: HardwareName = None
-    out: Annotated[
-        Path | None,
-        opt(
-            "FILE",
-            "The file to write, .toml; - prints it. Default: the model's name, in this directory.",
-            "--write",
-            "-o",
-        ),
-    ] = None
+    data: list[Path] | None = opt("FILE", "Records, text or captioned images; may be repeated.")
+    rank: int | None = opt("RANK", "Rank of the adapter; 16 by default.", "--lora", min=1)
+    full: bool = flag("--full", "Train all weights, without an adapter.")
+    sweep: list[str] | None = opt(
+        "KEY=A,B",
+        "An adapter for each of these values of lr, rank, alpha, dropout or seed; repeated, "
+        "for each combination. All train in one run.",
+    )
+    experts: bool = flag("--experts", "Adapt the routed experts, too.")
+    swap: list[Path] | None = opt(
+        "DIR",
+        "A directory on a drive for state that memory has no space for; one "
+        "per drive. Default: next to the file.",
+    )
+    sequence: int | None = opt(
+        "N", "Tokens of a sequence; by default as many as the data need.", min=2
+    )
+    batch: int | None = opt("N", "Sequences of a step; up to 16 by default.", min=1)
+    epochs: int = opt("N", "Passes over the data.", default=1, min=1)
+    ranks: int | None = opt(
+        "N", "Ranks of one node. Default: one for each device of --hardware.", min=1
+    )
+    hardware: str | None = HARDWARE
+    out: Path | None = opt(
+        "FILE",
+        "The file to write, .toml; - prints it. Default: the model's name, in this directory.",
+        "--write",
+        "-o",
+    )
 
     @cached_property
     def num_ranks(self) -> int:
@@ -121,12 +105,7 @@ def new(asked: NewOptions) -> None:
     """
     from infinity.config.hub import in_hub_cache  # Slow to import.
 
-    write_new(replace(asked, directory=in_hub_cache(asked.directory)))
-
-
-def write_new(asked: NewOptions) -> None:
-    """Measures, decides, writes the file and prints the answer. Raises ConfigError before anything
-    is measured, CapacityError with the key to change if nothing fits."""
+    asked = replace(asked, directory=in_hub_cache(asked.directory))
     _refuse(asked)
     from infinity.config.schema.train import METHODS
     from infinity.modules.reading.configuration import table_of_denoiser

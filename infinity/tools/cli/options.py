@@ -10,42 +10,36 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 
 from infinity.errors import ConfigError, refusing
 
 
-def arg(metavar: str, text: str, **more: Any) -> Any:
-    """Returns `typer.Argument` of a parameter."""
-    return typer.Argument(metavar=metavar, help=text, **more)
+def arg(metavar: str, text: str, *, default: Any = ..., **more: Any) -> Any:
+    """Returns `typer.Argument` of a parameter. It is required without a `default`."""
+    return typer.Argument(default, metavar=metavar, help=text, **more)
 
 
-def opt(metavar: str | None, text: str, *names: str, **more: Any) -> Any:
-    """Returns `typer.Option` of a parameter with a value; named as the parameter, or by `names`."""
-    return typer.Option(*names, metavar=metavar, help=text, **more)
+def opt(metavar: str | None, text: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """Returns `typer.Option` of a parameter with a value; named as the parameter, or by `names`.
+    It is required with the `default` `...`."""
+    return typer.Option(default, *names, metavar=metavar, help=text, **more)
 
 
-def flag(name: str, text: str, *names: str, **more: Any) -> Any:
+def flag(name: str, text: str, *names: str, default: bool = False, **more: Any) -> Any:
     """Returns `typer.Option` of a parameter that is true or false."""
-    return typer.Option(name, *names, help=text, **more)
+    return typer.Option(default, name, *names, help=text, **more)
 
 
-Quiet = Annotated[bool, flag("--quiet", "Print nothing but errors.", "-q")]
-Paths = Annotated[
-    list[Path] | None, opt("DIR", "A directory on a drive; may be repeated.", "--path")
-]
-Json = Annotated[bool, flag("--json", "Print JSON, and nothing else.")]
-HardwareName = Annotated[
-    str | None, opt("NAME", "A shipped machine, or a .toml. Default: this one.")
-]
-Push = Annotated[
-    str | None,
-    opt("OWNER/NAME", "Upload the result to this model of the hub, private if new; needs a token."),
-]
+QUIET = flag("--quiet", "Print nothing but errors.", "-q")
+HARDWARE = opt("NAME", "A shipped machine, or a .toml. Default: this one.")
+PUSH = opt(
+    "OWNER/NAME", "Upload the result to this model of the hub, private if new; needs a token."
+)
 _T = TypeVar("_T")
 
 # Of the command that runs: whether it was called with --json, and with --quiet.
@@ -163,26 +157,25 @@ def with_output(command: Any) -> Any:
     return command
 
 
-def _only_output(as_json: Json = False, quiet: Quiet = False) -> None:
+def _only_output(
+    as_json: bool = flag("--json", "Print JSON, and nothing else."), quiet: bool = QUIET
+) -> None:
     """Has the two options and nothing else."""
 
 
 def with_options(options: type[_T]) -> Callable[[Callable[[_T], None]], Callable[..., None]]:
-    """Gives a function of a dataclass the parameters that typer reads: its fields, as annotated."""
-    hints = get_type_hints(options, include_extras=True)
-    signature = inspect.signature(options)
+    """Gives a function of a dataclass the parameters that typer reads, its fields. It may be called
+    with some of them, too."""
+    hints, parameters = get_type_hints(options), inspect.signature(options).parameters
+    defaults = {name: parameter.default.default for name, parameter in parameters.items()}
 
     def decorate(run: Callable[[_T], None]) -> Callable[..., None]:
+        @wraps(run)
         def command(**values: Any) -> None:
-            run(options(**values))
+            run(options(**(defaults | values)))
 
-        parameters = [
-            parameter.replace(annotation=hints[name])
-            for name, parameter in signature.parameters.items()
-        ]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {name: hints[name] for name in signature.parameters}
-        command.__name__, command.__doc__ = run.__name__, run.__doc__
+        command.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
+        command.__annotations__ = {name: hints[name] for name in parameters}
         return command
 
     return decorate

@@ -6,14 +6,14 @@ import copy
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from infinity.errors import ConfigError
 from infinity.plan.files import refuse_model_as_file, refuse_no_model, refuse_unknown, shipped_in
 from infinity.tools.cli.options import (
-    HardwareName,
+    HARDWARE,
     arg,
     flag,
     note,
@@ -42,84 +42,52 @@ _KINDS = ("parameters", "master", "moments", "gradients")
 class PlanOptions:
     """What the command line says."""
 
-    config: Annotated[
-        Path | None, arg("CONFIG", "A configuration file; optional with --model.")
-    ] = None
-    model: Annotated[
-        str | None, opt("NAME", "A shipped model, a .toml of shapes, or a model directory.")
-    ] = None
-    params: Annotated[str | None, opt("N", "A GPT-like model of this size, such as 1T.")] = None
-    hardware: HardwareName = None
-    lora: Annotated[
-        int | None,
-        opt(
-            "RANK",
-            "Freeze the model; train a LoRA adapter of this rank. Default: all weights.",
-            min=1,
-        ),
-    ] = None
-    score: Annotated[
-        bool,
-        flag("--score", "Plan `infinity score`: sweeps over frozen weights, without a backward."),
-    ] = False
-    experts: Annotated[
-        bool, flag("--experts", "With an adapter: adapt the routed experts, too.")
-    ] = False
-    drives: Annotated[
-        int | None,
-        opt("N", "Drives of the frozen checkpoint. Default: those of its files, or all.", min=1),
-    ] = None
-    tokens: Annotated[
-        int | None,
-        opt(
-            "N",
-            "Tokens of a micro-batch (of a rank); with an adapter, of a step. "
-            "Default: as the file, or 16 sequences.",
-            min=1,
-        ),
-    ] = None
-    sequence: Annotated[
-        int | None, opt("N", "Tokens of a sequence. Default: as the file, or 2,048.", min=1)
-    ] = None
-    accumulation: Annotated[
-        int | None, opt("N", "Micro-batches a step. Default: the file's, or 1.", min=1)
-    ] = None
-    data_tokens: Annotated[
-        str | None, opt("N", "Tokens of all data, such as 10M, to predict the whole run.")
-    ] = None
-    examples: Annotated[
-        str | None, opt("N", "Sequences of all data, such as 50k, to predict the whole run.")
-    ] = None
-    ranks: Annotated[
-        int | None,
-        opt("N", "Ranks on the node. Default: one for each device of --hardware.", min=1),
-    ] = None
-    nodes: Annotated[int, opt("N", "Machines, each with --ranks.", min=1)] = 1
-    overrides: Annotated[
-        list[str] | None, opt("KEY=VALUE", "Replace one value of the file.", "--set")
-    ] = None
-    plot: Annotated[Path | None, opt("PNG", "Draw the simulated step.")] = None
-    html: Annotated[
-        Path | None,
-        opt(
-            "FILE",
-            "Write a page for the browser: the simulated step, idle time by cause, bytes by link.",
-        ),
-    ] = None
-    show: Annotated[bool, flag("--list", "List the machines and models that are shipped.")] = False
-    table: Annotated[
-        bool,
-        flag("--table", "Which model on which machine: all shipped ones, or --model, --hardware."),
-    ] = False
-    full: Annotated[bool, flag("--full", "With --table: all weights, no adapter.")] = False
-    write: Annotated[
-        Path | None,
-        opt(
-            "FILE",
-            "Write the file that `infinity new` writes for --model DIR, .toml; "
-            "with --table, the table, .md or .json.",
-        ),
-    ] = None
+    config: Path | None = arg(
+        "CONFIG", "A configuration file; optional with --model.", default=None
+    )
+    model: str | None = opt("NAME", "A shipped model, a .toml of shapes, or a model directory.")
+    params: str | None = opt("N", "A GPT-like model of this size, such as 1T.")
+    hardware: str | None = HARDWARE
+    lora: int | None = opt(
+        "RANK", "Freeze the model; train a LoRA adapter of this rank. Default: all weights.", min=1
+    )
+    score: bool = flag(
+        "--score", "Plan `infinity score`: sweeps over frozen weights, without a backward."
+    )
+    experts: bool = flag("--experts", "With an adapter: adapt the routed experts, too.")
+    drives: int | None = opt(
+        "N", "Drives of the frozen checkpoint. Default: those of its files, or all.", min=1
+    )
+    tokens: int | None = opt(
+        "N",
+        "Tokens of a micro-batch (of a rank); with an adapter, of a step. "
+        "Default: as the file, or 16 sequences.",
+        min=1,
+    )
+    sequence: int | None = opt("N", "Tokens of a sequence. Default: as the file, or 2,048.", min=1)
+    accumulation: int | None = opt("N", "Micro-batches a step. Default: the file's, or 1.", min=1)
+    data_tokens: str | None = opt("N", "Tokens of all data, such as 10M, to predict the whole run.")
+    examples: str | None = opt("N", "Sequences of all data, such as 50k, to predict the whole run.")
+    ranks: int | None = opt(
+        "N", "Ranks on the node. Default: one for each device of --hardware.", min=1
+    )
+    nodes: int = opt("N", "Machines, each with --ranks.", default=1, min=1)
+    overrides: list[str] | None = opt("KEY=VALUE", "Replace one value of the file.", "--set")
+    plot: Path | None = opt("PNG", "Draw the simulated step.")
+    html: Path | None = opt(
+        "FILE",
+        "Write a page for the browser: the simulated step, idle time by cause, bytes by link.",
+    )
+    show: bool = flag("--list", "List the machines and models that are shipped.")
+    table: bool = flag(
+        "--table", "Which model on which machine: all shipped ones, or --model, --hardware."
+    )
+    full: bool = flag("--full", "With --table: all weights, no adapter.")
+    write: Path | None = opt(
+        "FILE",
+        "Write the file that `infinity new` writes for --model DIR, .toml; "
+        "with --table, the table, .md or .json.",
+    )
 
     @property
     def by_name(self) -> bool:
@@ -179,18 +147,16 @@ def _refuse(asked: PlanOptions) -> None:
 
 def _write(asked: PlanOptions, file: Path) -> None:
     """Writes the file of `infinity new` for a directory."""
-    from infinity.tools.cli.new import NewOptions, write_new
+    from infinity.tools.cli.new import new
 
     if asked.config is not None or asked.model is None or not Path(asked.model).is_dir():
         raise ConfigError(
             f"--write {file}: expected --model and the directory of a model, because the file "
             "names it; config.json alone is enough"
         )
-    write_new(
-        NewOptions(
-            Path(asked.model), rank=asked.lora, experts=asked.experts, sequence=asked.sequence,
-            ranks=asked.ranks, hardware=asked.hardware, out=file,
-        )
+    new(
+        directory=Path(asked.model), rank=asked.lora, experts=asked.experts,
+        sequence=asked.sequence, ranks=asked.ranks, hardware=asked.hardware, out=file,
     )  # fmt: skip
 
 

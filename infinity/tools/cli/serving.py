@@ -5,50 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from infinity.tools.cli.options import Push, arg, flag, opt, progress_bar, pushing, reply
+from infinity.tools.cli.options import PUSH, arg, flag, opt, progress_bar, pushing, reply
 
 if TYPE_CHECKING:
     from infinity.tools.serving.verify import Verdict
 
 
-_AnyBase = Annotated[bool, flag("--any-base", "Allow another base than that of the training.")]
-_Prompts = Annotated[
-    Path | None,
-    opt(
+def export_adapter(
+    adapter: Path = arg("ADAPTER", "The directory of an adapter, as PEFT saves."),
+    server: Literal["peft", "vllm", "sglang", "gguf"] = opt(
+        None, "What loads the result; gguf is for llama.cpp.", "--for", default=...
+    ),
+    out: Path | None = opt("OUT", "A new directory. Default: ADAPTER-SERVER.", "--output", "-o"),
+    base: Path | None = opt("DIR", "The base. Default: what the adapter names."),
+    any_base: bool = flag("--any-base", "Allow another base than that of the training."),
+    prompts: Path | None = opt(
         "FILE",
         "Text, one prompt a line. Default: the training data of the run, and sentences that "
         "are shipped.",
     ),
-]
-_Locate = Annotated[
-    Literal["none", "kinds", "layers", "modules"],
-    opt(None, "The places of faults that the sheet tells apart. Each fault reads the base once."),
-]
-_Config = Annotated[
-    Path | None, opt("FILE", "The tiers for the sheet. Default: those of the run; else memory.")
-]
-
-
-def export_adapter(
-    adapter: Annotated[Path, arg("ADAPTER", "The directory of an adapter, as PEFT saves.")],
-    server: Annotated[
-        Literal["peft", "vllm", "sglang", "gguf"],
-        opt(None, "What loads the result; gguf is for llama.cpp.", "--for"),
-    ],
-    out: Annotated[
-        Path | None, opt("OUT", "A new directory. Default: ADAPTER-SERVER.", "--output", "-o")
-    ] = None,
-    base: Annotated[Path | None, opt("DIR", "The base. Default: what the adapter names.")] = None,
-    any_base: _AnyBase = False,
-    prompts: _Prompts = None,
-    locate: _Locate = "layers",
-    config: _Config = None,
-    sheet: Annotated[bool, flag("--sheet/--no-sheet", "Also compute infinity_sheet.json.")] = True,
-    push: Push = None,
+    locate: Literal["none", "kinds", "layers", "modules"] = opt(
+        None,
+        "The places of faults that the sheet tells apart. Each fault reads the base once.",
+        default="layers",
+    ),
+    config: Path | None = opt(
+        "FILE", "The tiers for the sheet. Default: those of the run; else memory."
+    ),
+    sheet: bool = flag("--sheet/--no-sheet", "Also compute infinity_sheet.json.", default=True),
+    push: str | None = PUSH,
 ) -> None:
     """Write an adapter in the layout that a server reads, with a sheet to check what it serves.
 
@@ -83,16 +72,13 @@ def export_adapter(
 
 
 def verify_served(
-    url: Annotated[str, arg("URL", "The address of the server: http://HOST:PORT.")],
-    sheet: Annotated[Path, opt("FILE", "Of `infinity export-adapter`.")],
-    model: Annotated[
-        str | None, opt("NAME", "The served adapter. Default: the only model.")
-    ] = None,
-    base_model: Annotated[
-        str | None,
-        opt("NAME", "The base, if it is served, too: its numbers show how exact the server is."),
-    ] = None,
-    key: Annotated[str | None, opt("NAME", "The environment variable with the API key.")] = None,
+    url: str = arg("URL", "The address of the server: http://HOST:PORT."),
+    sheet: Path = opt("FILE", "Of `infinity export-adapter`.", default=...),
+    model: str | None = opt("NAME", "The served adapter. Default: the only model."),
+    base_model: str | None = opt(
+        "NAME", "The base, if it is served, too: its numbers show how exact the server is."
+    ),
+    key: str | None = opt("NAME", "The environment variable with the API key."),
 ) -> None:
     """Compare what a server says with the sheet of an adapter, and name the fault.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -29,12 +28,10 @@ def trace() -> None:
 
 @app.command()
 def summary(
-    file: Annotated[Path, arg("FILE", "A trace, as JSON.")],
-    stalls: Annotated[int, opt("N", "Largest stalls shown per step.", min=0)] = 5,
-    plot: Annotated[
-        Path | None, opt("FILE", "Draw one step as a Gantt picture (PNG, SVG).")
-    ] = None,
-    step: Annotated[int | None, opt("N", "The step drawn; the last one.")] = None,
+    file: Path = arg("FILE", "A trace, as JSON."),
+    stalls: int = opt("N", "Largest stalls shown per step.", default=5, min=0),
+    plot: Path | None = opt("FILE", "Draw one step as a Gantt picture (PNG, SVG)."),
+    step: int | None = opt("N", "The step drawn; the last one."),
 ) -> None:
     """Name the largest stalls of each step, how busy every track was, and what bounds the step."""
     spans = chrome.read(file)
@@ -47,10 +44,8 @@ def summary(
 
 @app.command()
 def view(
-    file: Annotated[Path, arg("FILE", "A trace, as JSON.")],
-    out: Annotated[
-        Path | None, opt("HTML", "The page; FILE with the suffix .html.", "--output", "-o")
-    ] = None,
+    file: Path = arg("FILE", "A trace, as JSON."),
+    out: Path | None = opt("HTML", "The page; FILE with the suffix .html.", "--output", "-o"),
 ) -> None:
     """Write a page for the browser: a timeline to zoom into, idle time by cause, bytes by link.
 

@@ -8,58 +8,41 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from infinity.errors import ConfigError
-from infinity.tools.cli.options import Push, Quiet, arg, flag, is_silent, opt, pushing, reply
+from infinity.tools.cli.options import PUSH, QUIET, arg, flag, is_silent, opt, pushing, reply
 
 if TYPE_CHECKING:
     from infinity.config import SwapConfig
 
-_Resume = Annotated[
-    bool,
-    flag(
+_OVERRIDES = opt(
+    "KEY=VALUE",
+    "Replace one value of the file, such as train.steps=5 or "
+    '\'placement.moments=["host", "nvme"]\'. Values as in TOML; a bare word is text.',
+    "--set",
+)
+
+
+def train(
+    config: Path = arg("CONFIG", "A .toml, .yaml, .yml or .json file."),
+    overrides: list[str] | None = _OVERRIDES,
+    trace: Path | None = opt("FILE", "Write a timeline of some steps, for Perfetto."),
+    trace_steps: str = opt("FIRST:LAST", "The steps that are traced.", default="2:5"),
+    resume: bool = flag(
         "--resume", "Continue from the newest checkpoint of [checkpoint]; begin if there is none."
     ),
-]
-_ResumeFrom = Annotated[Path | None, opt("DIR", "Continue from this checkpoint, in any directory.")]
-_AsJson = Annotated[bool, flag("--json", "Print the summary as JSON; progress goes to stderr.")]
-_AcceptChanges = Annotated[
-    bool,
-    flag(
+    resume_from: Path | None = opt("DIR", "Continue from this checkpoint, in any directory."),
+    accept_changes: bool = flag(
         "--accept-changes",
         "Continue although the learning rate, its schedule or the number of steps differ "
         "from those of the checkpoint; what differs is printed.",
     ),
-]
-
-
-_Overrides = Annotated[
-    list[str] | None,
-    opt(
-        "KEY=VALUE",
-        "Replace one value of the file, such as train.steps=5 or "
-        '\'placement.moments=["host", "nvme"]\'. Values as in TOML; a bare word is text.',
-        "--set",
-    ),
-]
-
-
-def train(
-    config: Annotated[Path, arg("CONFIG", "A .toml, .yaml, .yml or .json file.")],
-    overrides: _Overrides = None,
-    trace: Annotated[
-        Path | None, opt("FILE", "Write a timeline of some steps, for Perfetto.")
-    ] = None,
-    trace_steps: Annotated[str, opt("FIRST:LAST", "The steps that are traced.")] = "2:5",
-    resume: _Resume = False,
-    resume_from: _ResumeFrom = None,
-    accept_changes: _AcceptChanges = False,
-    push: Push = None,
-    as_json: _AsJson = False,
-    quiet: Quiet = False,
+    push: str | None = PUSH,
+    as_json: bool = flag("--json", "Print the summary as JSON; progress goes to stderr."),
+    quiet: bool = QUIET,
 ) -> None:
     """Fine-tune a model as a configuration file describes.
 
@@ -124,16 +107,13 @@ def _refuse(config: SwapConfig, resume_from: Path | None) -> None:
 
 
 def replay(
-    run: Annotated[Path, arg("OUT", "The output directory of a run.")],
-    step: Annotated[int | None, opt("K", "Up to this step. Default: the last one.")] = None,
-    begin: Annotated[
-        str | None,
-        opt("DIR", 'A checkpoint, or "start". Default: the nearest before the step.', "--from"),
-    ] = None,
-    config: Annotated[
-        Path | None, opt("FILE", "Take tiers, placement, io and schedule from this file.")
-    ] = None,
-    overrides: _Overrides = None,
+    run: Path = arg("OUT", "The output directory of a run."),
+    step: int | None = opt("K", "Up to this step. Default: the last one."),
+    begin: str | None = opt(
+        "DIR", 'A checkpoint, or "start". Default: the nearest before the step.', "--from"
+    ),
+    config: Path | None = opt("FILE", "Take tiers, placement, io and schedule from this file."),
+    overrides: list[str] | None = _OVERRIDES,
 ) -> None:
     """Compute steps of a run again, anywhere, and compare their bits with what the run has noted.
 
@@ -178,20 +158,15 @@ run_app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 def run(
-    script: Annotated[Path, arg("SCRIPT", "A Python program.")],
-    arguments: Annotated[list[str] | None, arg("ARGS", "Arguments of the program.")] = None,
-    config: Annotated[
-        Path | None,
-        opt(
-            "FILE",
-            "A swap-tier file, or one of DeepSpeed or accelerate. Default: the program's "
-            "`deepspeed=`, or else what suits the model and this machine.",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, flag("--json", "Print what was offloaded to stderr, at the end.")
-    ] = False,
-    quiet: Quiet = False,
+    script: Path = arg("SCRIPT", "A Python program."),
+    arguments: list[str] | None = arg("ARGS", "Arguments of the program.", default=None),
+    config: Path | None = opt(
+        "FILE",
+        "A swap-tier file, or one of DeepSpeed or accelerate. Default: the program's "
+        "`deepspeed=`, or else what suits the model and this machine.",
+    ),
+    as_json: bool = flag("--json", "Print what was offloaded to stderr, at the end."),
+    quiet: bool = QUIET,
 ) -> None:
     """Run a program for transformers' Trainer or TRL as it is, with its models offloaded.
 

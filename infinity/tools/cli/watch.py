@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from infinity.errors import ConfigError, refusing
 from infinity.tools.cli.options import arg, is_silent, opt, reply
@@ -28,8 +28,8 @@ _OTHER = {"drives": ("read_wait_s", "write_wait_s"), "link": ("copy_wait_s",),
 
 
 def watch(
-    run: Annotated[Path, arg("OUT", "The output directory of a run, or its file of metrics.")],
-    every: Annotated[float, opt("SECONDS", "Between two looks.", min=0.1)] = 2.0,
+    run: Path = arg("OUT", "The output directory of a run, or its file of metrics."),
+    every: float = opt("SECONDS", "Between two looks.", default=2.0, min=0.1),
 ) -> None:
     """Show a run: losses, time left, where the time goes, memory, drives, the last checkpoint.
 
