@@ -6,7 +6,8 @@
 
 `write(name, tensor)` gets each parameter once, under its first name in `model.named_parameters()`,
 in full or by tiles (`load`), as a fresh CPU tensor **in the dtype of the file**. The writer casts,
-because the fp32 master needs the value of the file, not a value that was rounded to bf16. The
+because the fp32 master needs the value of the file, not a value that was rounded to bf16. What is
+quantised is decoded to the dtype of the parameter, as it is in place: placement changes no bit. The
 writer may keep or change the tensor. Persistent buffers are written into the model. Memory holds
 the source tensors of one target and the target (for example one expert stack), never the model.
 
@@ -26,6 +27,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +286,8 @@ class ImportPlan:
                     continue
                 if tile_rows is not None and self._load_by_tiles(group, write, tile_rows, written):
                     continue
-                made = group.convert(self.source.read, self.view)
+                fetch = partial(self.source.read, dtype=self._dtype(group))
+                made = group.convert(fetch, self.view)
                 while made:
                     name, tensor = made.popitem()
                     target = self.view.targets.get(name)
@@ -304,6 +307,11 @@ class ImportPlan:
                     del tensor  # Frees the memory before the next read.
         finally:
             self.source.close()
+
+    def _dtype(self, group: TensorGroup) -> torch.dtype | None:
+        """Returns the dtype of what the group makes; None if the model has no place for it."""
+        found = (self.view.targets[n].dtype for n in group.targets if n in self.view.targets)
+        return next(found, None)
 
     def _is_read_in_place(self, group: TensorGroup, in_place: Set[str]) -> bool:
         """Whether nothing that the group makes has to be read now."""
@@ -337,7 +345,8 @@ class ImportPlan:
         if target.canonical not in written:
             written.add(target.canonical)
             for tile, start, stop in tiles:
-                write(tile, self.source.read_rows(group.source_names[0], start, stop))
+                name = group.source_names[0]
+                write(tile, self.source.read_rows(name, start, stop, target.dtype))
         return True
 
 

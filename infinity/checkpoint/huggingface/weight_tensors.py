@@ -166,10 +166,12 @@ class WeightTensors:
             ranges.append(FileRange(path, info.offset_nbytes, info.nbytes))
         return encoded.codec, tuple(ranges)
 
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Returns rows [start, stop) of a tensor. Raises as `read`."""
+    def read_rows(
+        self, name: str, start: int, stop: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Returns rows [start, stop) of a tensor, as `read` returns and raises."""
         if not isinstance(self._encoded[name].codec, Plain):
-            return self.read(name)[start:stop].clone()
+            return self.read(name, dtype)[start:stop].clone()
         info = self._infos[name]
         rows = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype, device="cpu")
         with self._opened(name) as reader:
