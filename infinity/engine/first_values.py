@@ -16,6 +16,7 @@ from infinity.modules.reading.adapters import (
     copied_parameters,
     derive,
     derived_parameters,
+    rows_to_come,
     values_of_adapters,
 )
 from infinity.modules.reading.dtypes import models_in
@@ -44,6 +45,7 @@ def fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     initialised."""
     names = {id(param.original): param.name for param in engine.params}
     wanted = {names[derived]: place for derived, place in derived_parameters(engine.model).items()}
+    rows = rows_to_come(engine.model)
     replaced = values_to_come(engine)
     to_come = wanted.keys() | {param.name for param, _ in replaced}
     without = {param.name for param, original in replaced if original.is_meta}
@@ -83,8 +85,8 @@ def fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
             engine.write_parameter(copy, engine.read_parameter(own))
     handles = {id(param.handle): param.name for param in engine.params}
     derive(
-        engine.model,
         {name: place for name, place in wanted.items() if name in to_come},
+        rows,
         read=lambda tensor: engine.read_parameter(handles[id(tensor)]),
         write=engine.write_parameter,
     )

@@ -72,12 +72,15 @@ def on_meta() -> Any:
     return model
 
 
-def on_nvme(model: Any, tmp_path: Path, weights: Path | None, **precision: str) -> Any:
+def on_nvme(
+    model: Any, tmp_path: Path, weights: Path | None, frozen: str = "auto", **precision: str
+) -> Any:
     config = {
+        "placement": {"frozen": frozen},
         "tiers": {
             "nvme": [{"path": str(tmp_path / "swap")}],
             "host": {"capacity": "32MiB", "huge_pages": False},
-        }
+        },
     }
     return offloaded(model, config | {"precision": precision}, weights=weights)
 
@@ -160,6 +163,22 @@ def test_values_that_derive_from_small_base_weights_are_those_of_the_checkpoint(
         model = peft.get_peft_model(model, ADAPTERS[kind]())
     with on_nvme(model, tmp_path, tmp_path / "base") as model:
         assert_same_model(plain, model)
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+def test_merged_tokens_return_to_the_rows_of_the_checkpoint(is_small: bool, tmp_path: Path) -> None:
+    """PEFT keeps the rows of before, which a small weight's constructor has drawn."""
+    build = small_llama if is_small else llama
+    build().save_pretrained(tmp_path / "base")
+    plain = peft.get_peft_model(in_memory(tmp_path / "base"), ADAPTERS["tokens"]())
+    with infinity.init_empty_weights():
+        model: Any = build()
+    model = peft.get_peft_model(model, ADAPTERS["tokens"]())
+    with on_nvme(model, tmp_path, tmp_path / "base", "copy") as model:
+        model.merge_adapter()
+        model.unmerge_adapter()
+        rows = model.base_model.model.model.embed_tokens.token_adapter.base_layer.weight
+        assert torch.equal(rows, plain.base_model.model.model.embed_tokens.weight)
 
 
 def test_transformers_own_load_adapter_keeps_the_values(checkpoint: Path, tmp_path: Path) -> None:

@@ -123,6 +123,18 @@ def derived_parameters(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
     }
 
 
+def rows_to_come(model: nn.Module) -> list[tuple[Any, str]]:
+    """Returns (tuner layer, adapter name) for the trainable tokens whose original rows, to which
+    an adapter that was merged returns, `derive` reads: those of a weight that waits for its
+    value."""
+    return [
+        (layer, adapter)
+        for layer in model.modules()
+        for adapter, rows in getattr(layer, "trainable_tokens_original", {}).items()
+        if rows.is_meta or is_to_come(layer.weight)  # type: ignore[arg-type]
+    ]
+
+
 def _is_of_first_values(parameter: torch.Tensor, layer: Any, adapter: str) -> bool:
     """Whether PEFT derived the parameter from the values that a constructor drew, which the base
     weight does not keep. A loaded or trained parameter has other values."""
@@ -138,15 +150,16 @@ def _is_of_first_values(parameter: torch.Tensor, layer: Any, adapter: str) -> bo
 
 
 def derive(
-    model: nn.Module,
     wanted: dict[str, tuple[nn.Module, str]],
+    rows: list[tuple[Any, str]],
     *,
     read: Callable[[torch.Tensor], torch.Tensor],
     write: Callable[[str, torch.Tensor], None],
 ) -> None:
     """Computes PEFT's first values of the parameters that derive from base weights.
 
-    `wanted` names the tuner layer and the adapter of each parameter. `read` returns the value of a
+    `wanted` names the tuner layer and the adapter of each parameter, `rows` is `rows_to_come` of
+    before the weights had their values. `read` returns the value of a
     handle, `write` replaces the value of a named parameter. The base weights must have their
     values.
     """
@@ -157,12 +170,9 @@ def derive(
             else:
                 value = layer.weight[layer.token_indices[adapter]]  # type: ignore[index]
             write(name, value.detach().cpu())
-        tuner: Any
-        for tuner in model.modules():
-            for adapter, rows in getattr(tuner, "trainable_tokens_original", {}).items():
-                if rows.is_meta:
-                    rows = tuner.weight[tuner.token_indices[adapter]].detach().clone()
-                    tuner.trainable_tokens_original[adapter] = rows
+        for tuner, adapter in rows:
+            original = tuner.weight[tuner.token_indices[adapter]].detach().clone()
+            tuner.trainable_tokens_original[adapter] = original
 
 
 def _magnitude(
