@@ -136,6 +136,36 @@ def test_adapters_are_used_after_offload_as_without_it(
     gc.collect()
 
 
+def test_an_adapter_over_tiles_is_merged_and_unloaded(tmp_path: Path) -> None:
+    """PEFT adds to `.data` what needs a gradient, and gives the layer the weight that it has."""
+    seen: list[Tensor] = []
+    wide = LlamaConfig(
+        hidden_size=256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(LlamaForCausalLM(wide), peft.LoraConfig(r=4, **LORA))
+        if not is_plain:
+            model = infinity.offload(model, swap_config(tmp_path, schedule={"tile": "64KiB"}))
+            assert infinity.engine_of(model).tiled_params
+        model.merge_adapter()
+        layer = model.base_model.model.model.layers[0].self_attn.q_proj
+        seen.append(layer.base_layer.weight.detach().clone())
+        model.unmerge_adapter()
+        model = model.merge_and_unload()
+        seen.append(model.model.layers[0].self_attn.q_proj.weight.detach().clone())
+        seen.append(loss_of(model))
+        if not is_plain:
+            layer = model.model.layers[0].self_attn.q_proj
+            with pytest.raises(UnsupportedError, match="'weight' of a TiledLinear runs as tiles"):
+                layer.weight = nn.Parameter(seen[0])
+            infinity.engine_of(model).close()
+    for expected, found in zip(seen[:2], seen[3:5], strict=True):
+        assert torch.equal(expected, found)
+    assert torch.allclose(seen[2], seen[5])
+
+
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "delora": ("DeloraConfig", {"r": 4, "target_modules": ["q_proj", "down_proj"]}),
     "deft": ("DeftConfig", {"target_modules": ["q_proj"]}),

@@ -274,7 +274,7 @@ class HandleOps:
         for loan in lent.values():
             handle, copy = loan.handle, loan.tensor
             if loan.was_changed:
-                if copy.requires_grad and torch.is_grad_enabled():
+                if copy.requires_grad and torch.is_grad_enabled() and not handle.is_data:
                     raise RuntimeError(
                         "a leaf Variable that requires grad is being used in an in-place operation."
                     )

@@ -75,6 +75,16 @@ class Tiled(nn.Module):
     limit_nbytes: int  # Of a tile; 0 where nothing limits it.
     tiled_params: dict[str, TiledParam]  # The tiled parameters by attribute.
 
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not isinstance(getattr(type(self), name, None), property):
+            super().__setattr__(name, value)
+        elif value is not getattr(self, name):  # PEFT gives a layer the weight that it has.
+            raise UnsupportedError(
+                f"{name!r} of a {type(self).__name__} runs as tiles; copy a value into it, or "
+                "replace it before infinity.offload"
+            )
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         names = [tiled.name for tiled in self.tiled_params.values()]
         raise UnsupportedError(
