@@ -331,10 +331,6 @@ class OffloadedTrainer(LayerMajorSteps):
     """The methods in which a Trainer differs for an offloaded model. `prepare_trainer` mixes
     them in."""
 
-    args: Any
-    model: Any
-    state: Any
-    optimizer: Any
     _writes_in: Path | None = None  # In place of the run's directory, while a checkpoint is made.
 
     @staticmethod
@@ -364,7 +360,7 @@ class OffloadedTrainer(LayerMajorSteps):
                 remove_partials(directory)
         self._writes_in = partial
         try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super()._save_checkpoint(model, trial)
         except BaseException:
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -390,23 +386,23 @@ class OffloadedTrainer(LayerMajorSteps):
             rotate(directory, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _get_output_dir(self, trial: Any) -> str:
-        where: str = super()._get_output_dir(trial)  # type: ignore[misc]
+        where: str = super()._get_output_dir(trial)
         return where if self._writes_in is None else str(self._writes_in)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes when the checkpoint has its name: a push goes on in a thread."""
         if self._writes_in is None:
-            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        super()._save(output_dir, state_dict)
         if self.args.should_save and hasattr(self.model, "peft_config"):
             fill(Path(output_dir or self.args.output_dir) / "README.md", self)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         step = self.state.global_step
         save_over(Path(output_dir) / STATE_NAME, self.model, self.optimizer, step=step)
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads nothing: weights come with the rest of the state, after the optimizer exists."""
@@ -421,7 +417,7 @@ class OffloadedTrainer(LayerMajorSteps):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             load(Path(checkpoint) / STATE_NAME, self.model, self.optimizer)
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        super()._load_optimizer_and_scheduler(checkpoint)
 
 
 def prepare_accelerator(

@@ -89,17 +89,13 @@ class AdapterReward:
         return self.score() if self.rewards is None else self.rewards
 
 
-class RolloutSteps:
+_Trainer: Any = object  # A class that is mixed into one has its attributes, too.
+
+
+class RolloutSteps(_Trainer):  # type: ignore[misc]
     """The methods of GRPO and RLOO trainers that differ. Other trainers have none of them."""
 
-    model: Any
-    accelerator: Any
-    is_layer_major: bool
-    is_asked_for: bool
-    reward_funcs: Sequence[Any]
     _step: int
-    _metrics: dict[str, dict[str, list[float]]]
-    _current_train_step_time: float
     _generated: Sequence[tuple[Any, Any]] = ()  # Micro-batches of a window, and what they learn.
     _is_generating = False
     # The token ids of a generation batch, and their log-probabilities under the reference.
@@ -108,7 +104,7 @@ class RolloutSteps:
     def _generate_window(self, batches: Sequence[Any]) -> None:
         """Makes what a window learns, in the order of the plain loop."""
         self._began_s, first = time.perf_counter(), self._step
-        prepare = super()._prepare_inputs  # type: ignore[misc]
+        prepare = super()._prepare_inputs
         self.model.train()
         self._is_generating = True
         try:
@@ -132,11 +128,11 @@ class RolloutSteps:
         for batch, generated in self._generated:
             if batch is inputs:
                 return generated
-        return super()._prepare_inputs(inputs)  # type: ignore[misc]
+        return super()._prepare_inputs(inputs)
 
     def _generate(self, prompts: Any) -> Any:
         """Overrides TRL's."""
-        found = super()._generate(prompts)  # type: ignore[misc]
+        found = super()._generate(prompts)
         for reward in self._rewards():
             reward.take(prompts, found[3 if generates(self, {GRPO}) else 2])
         return found
@@ -154,7 +150,7 @@ class RolloutSteps:
         **options: Any,
     ) -> Any:
         """Overrides TRL's: the parts of a generation batch pass the blocks together."""
-        score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        score = super()._get_per_token_logps_and_entropies
         if self._reference is not None and self._reference[0] is input_ids:
             (_, found), self._reference = self._reference, None
             return found

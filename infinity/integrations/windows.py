@@ -214,11 +214,6 @@ def _log_plain(trainer: Any, reason: str) -> None:
 class LayerMajorSteps(RolloutSteps):
     """The methods of a Trainer that run its accumulation windows layer-major."""
 
-    model: Any
-    args: Any
-    control: Any
-    accelerator: Any
-    precompute_ref_logps: bool
     is_layer_major = False
     is_asked_for = False  # By the program; otherwise the first window is looked at.
     most_together: int | None = None  # Micro-batches.
@@ -236,7 +231,7 @@ class LayerMajorSteps(RolloutSteps):
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """Keeps the window that begins. Its gradients are complete at its first `training_step`."""
-        found = super().get_batch_samples(*args, **options)  # type: ignore[misc]
+        found = super().get_batch_samples(*args, **options)
         is_worth_it = self._is_worth_it()
         if is_worth_it and self._tried is not None and self._tried != _settings(self.model):
             self.is_asked_for = False  # The model is another than that which was looked at.
@@ -294,7 +289,7 @@ class LayerMajorSteps(RolloutSteps):
 
         Returns the loss of this micro-batch, detached, as Trainer's does.
         """
-        step = super().training_step  # type: ignore[misc]
+        step = super().training_step
         if self._to_generate:
             batches, self._to_generate = self._to_generate, ()
             self._generate_window(batches)
@@ -385,7 +380,7 @@ class LayerMajorSteps(RolloutSteps):
         **options: Any,
     ) -> Any:
         """Overrides Trainer's: up to 32 batches pass each block together."""
-        loop = super().evaluation_loop  # type: ignore[misc]
+        loop = super().evaluation_loop
         is_loss_only = self.args.prediction_loss_only
         if prediction_loss_only is not None:
             is_loss_only = prediction_loss_only
@@ -423,7 +418,7 @@ class LayerMajorSteps(RolloutSteps):
         """Overrides Trainer's: an evaluation may pass with the window of the next step."""
         if trial is None:
             self._take_evaluation(ignore_keys)
-        super()._maybe_log_save_evaluate(  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(
             tr_loss, grad_norm, model, trial, epoch, ignore_keys, *args, **options
         )
 
@@ -439,7 +434,7 @@ class LayerMajorSteps(RolloutSteps):
         may_wait = is_shared and self._is_worth_it() and self.is_asked_for and self._has_swept
         if not (control.should_evaluate and may_wait) or _is_needed_now(self):
             return
-        loader = self.get_eval_dataloader()  # type: ignore[attr-defined]
+        loader = self.get_eval_dataloader()
         if not has_length(loader) or len(loader) > MOST_BATCHES or why_unswept(self) is not None:
             return
         due = self._due = EvaluationSweeps(
@@ -450,8 +445,8 @@ class LayerMajorSteps(RolloutSteps):
     def _settle_evaluation(self) -> None:
         """Ends the evaluation whose batches were taken; it runs now if it has not passed yet."""
         assert self._due is not None
-        metrics = self._evaluate(None, self._due.ignore_keys)  # type: ignore[attr-defined]
-        self._determine_best_metric(metrics=metrics, trial=None)  # type: ignore[attr-defined]
+        metrics = self._evaluate(None, self._due.ignore_keys)
+        self._determine_best_metric(metrics=metrics, trial=None)
 
     def _predict_beside(self) -> Callable[[Any], Any]:
         """Returns the `prediction_step` of a batch that passes with a window: in the modes of an
@@ -460,7 +455,7 @@ class LayerMajorSteps(RolloutSteps):
         before, ignore_keys = copy.copy(self), self._due.ignore_keys
 
         def step(batch: Any) -> Any:
-            predict = super(LayerMajorSteps, before).prediction_step  # type: ignore[misc]
+            predict = super(LayerMajorSteps, before).prediction_step
             with evaluating(self.model):
                 return predict(before.model, batch, True, ignore_keys=ignore_keys)
 
@@ -470,7 +465,7 @@ class LayerMajorSteps(RolloutSteps):
         """Overrides Trainer's: no window may have come after an evaluation that was to pass."""
         if self._due is not None:
             self._settle_evaluation()
-        return super()._finalize_training(*args, **options)  # type: ignore[misc]
+        return super()._finalize_training(*args, **options)
 
     def _sweep_calls(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         with self._in_window():
@@ -481,7 +476,7 @@ class LayerMajorSteps(RolloutSteps):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Overrides Trainer's: the first batch of a window runs all of them."""
-        step = super().prediction_step  # type: ignore[misc]
+        step = super().prediction_step
         if self._evaluation is None:
             return step(model, inputs, *args, **options)
         return self._evaluation.result_of(
@@ -492,11 +487,11 @@ class LayerMajorSteps(RolloutSteps):
         """Overrides Trainer's: TRL's reference runs beside the policy, block by block."""
         if self._is_reference_beside:
             inputs = {**inputs, **self._reference_beside(model, inputs)}
-        return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
+        return super().compute_loss(model, inputs, *args, **options)
 
     def _reference_beside(self, model: Any, inputs: Any) -> dict[str, _Late]:
         """Starts the calls of the reference. Returns what a loss takes as precomputed."""
-        compute: Any = self.compute_ref_log_probs  # type: ignore[attr-defined]
+        compute: Any = self.compute_ref_log_probs
         if _owner_of(self, "_compute_loss") == _DPO:
             found = infinity.beside(self.model, partial(compute, model, inputs))
             return {
@@ -517,8 +512,8 @@ class LayerMajorSteps(RolloutSteps):
 
     def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
         """Overrides KTOTrainer's: the KL term of the policy runs beside the rest of its loss."""
-        compute = partial(super()._compute_kl_logps, model, batch)  # type: ignore[misc]
-        if not (self._is_reference_beside and self.calculate_KL):  # type: ignore[attr-defined]
+        compute = partial(super()._compute_kl_logps, model, batch)
+        if not (self._is_reference_beside and self.calculate_KL):
             return compute()
         return _Late(infinity.beside(self.model, compute))
 

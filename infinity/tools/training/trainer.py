@@ -212,26 +212,25 @@ def check_state(state: Any, step: int) -> None:
             check_kinds(saved, values, f"{part} of {name}")
 
 
+def _leave_out(*_: Any, **__: Any) -> Any:
+    """What a trainer does by itself, and not in a run."""
+
+
 class RunTrainer(OffloadedTrainer):
     """The methods in which TRL's trainers differ for a run. `make_trainer` mixes them in."""
 
-    args: Any
-    control: Any
-    callback_handler: Any
     eval_dataset: Any
-    train_dataset: Any
-    accelerator: Any
+    optimizer: Any
+    state: Any
     job_run: Any  # The `Run` of `program.py`.
     teacher: Teacher | None = None  # Of "distill".
     denoising: Denoising | None = None  # Of "diffusion".
-    _buffered_inputs: Any  # What a step of "grpo" or "rloo" learns: a part for each micro-batch.
     offloaded_optimizer: OffloadedOptimizer
-    lr_scheduler: Any
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *rest: Any) -> Any:
         """Overrides TRL's."""
         with telling_rewards(self, prompts):
-            return super()._calculate_rewards(inputs, prompts, *rest)  # type: ignore[misc]
+            return super()._calculate_rewards(inputs, prompts, *rest)
 
     def begin_run(self, config: JobConfig, rank: JobRank) -> None:
         """Takes what the methods need; checks the amount of data."""
@@ -269,18 +268,18 @@ class RunTrainer(OffloadedTrainer):
 
     def get_train_dataloader(self) -> Any:
         """Returns TRL's."""
-        return self._take_gradient_state(super().get_train_dataloader())  # type: ignore[misc]
+        return self._take_gradient_state(super().get_train_dataloader())
 
     def get_eval_dataloader(self, *args: Any, **options: Any) -> Any:
         """Returns TRL's, with a last batch that is not full."""
         with patch.object(self.args, "dataloader_drop_last", False):
-            loader = super().get_eval_dataloader(*args, **options)  # type: ignore[misc]
+            loader = super().get_eval_dataloader(*args, **options)
         return self._take_gradient_state(loader)
 
     def count_steps(self) -> int:
         """Returns the number of steps of the whole run."""
         loader = self.get_train_dataloader()
-        steps = self.set_initial_training_values(self.args, loader)[-1]  # type: ignore[attr-defined]
+        steps = self.set_initial_training_values(self.args, loader)[-1]
         return int(steps)
 
     def run(
@@ -294,7 +293,7 @@ class RunTrainer(OffloadedTrainer):
         `restore` loads all other state once the optimizer and the schedule exist."""
         self.job_run, self._restore = job_run, restore
         if state is None:
-            self.train()  # type: ignore[attr-defined]
+            self.train()
             return
         from transformers import TrainerState
 
@@ -304,14 +303,14 @@ class RunTrainer(OffloadedTrainer):
         found.compute_steps(self.args, steps)
         found.train_batch_size = self.args.train_batch_size
         if is_over or self._ended_step >= steps:  # Trainer would make more.
-            self.create_optimizer_and_scheduler(steps)  # type: ignore[attr-defined]
+            self.create_optimizer_and_scheduler(steps)
             self._load_optimizer_and_scheduler(None)
             self.state = found
-            self._load_callback_state()  # type: ignore[attr-defined]
+            self._load_callback_state()
             return
         with tempfile.TemporaryDirectory(prefix="infinity-state-") as directory:
             found.save_to_json(str(Path(directory) / _STATE_NAME))
-            self.train(resume_from_checkpoint=directory)  # type: ignore[attr-defined]
+            self.train(resume_from_checkpoint=directory)
 
     def position(self) -> dict[str, Any]:
         """Returns the state of the loop for a checkpoint, the same on every rank."""
@@ -328,22 +327,19 @@ class RunTrainer(OffloadedTrainer):
         """Leaves preferences as they are whose messages were written as tokens, but for prompts
         that leave no token of an answer."""
         if "prompt_ids" not in dataset.column_names:
-            prepare = super()._prepare_dataset  # type: ignore[misc]
+            prepare = super()._prepare_dataset
             return prepare(dataset, processing_class, args, *others, **options)
         most = args.max_length
         return dataset.filter(lambda record: len(record["prompt_ids"]) < most)
 
-    # The model is on meta when the trainer is made, and placed when it trains.
+    # The model is on meta when the trainer is made, and placed when it trains; the run loads a
+    # checkpoint and writes a card of its own; the optimizer's step computes the norm.
+    _move_model_to_device = _load_from_checkpoint = _leave_out
+    add_model_card_callback = _get_grad_norm = _leave_out
 
     def prepare_loss(self, loss: Any, model: Any) -> Any:
         """Moves the model of a loss of sentence-transformers nowhere."""
         return loss
-
-    def add_model_card_callback(self, default_args_dict: Any) -> None:
-        """Leaves out the card of sentence-transformers: the run writes its own."""
-
-    def _move_model_to_device(self, model: Any, device: Any) -> None:
-        return None
 
     # The optimizer, and steps that are not finite.
 
@@ -360,9 +356,6 @@ class RunTrainer(OffloadedTrainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Returns 0: Trainer would visit every parameter for each micro-batch."""
         return 0
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return None  # The optimizer's step computes it.
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """Begins a step, and makes its batches, of which a teacher says what it knows."""
@@ -391,7 +384,7 @@ class RunTrainer(OffloadedTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         now = self._now
         if generates(self):  # `inputs` are prompts.
-            inputs = self._buffered_inputs[len(now.losses)]
+            inputs = self._buffered_inputs[len(now.losses)]  # A part for each micro-batch.
         now.losses.append(float(loss))
         now.total = now.total + loss.detach().float().cpu()
         # What is generated has no mask of both parts. That of preferences has completions in it.
@@ -517,13 +510,13 @@ class RunTrainer(OffloadedTrainer):
 
     def report_unevaluated(self) -> None:
         """Reports the step whose evaluation was to pass with a step that has failed."""
-        if vars(self).pop("_due", None) is not None:
+        if self.__dict__.pop("_due", None) is not None:
             self.job_run.report_step(self._now.last_ended())
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Evaluates, and notes the loss for the run."""
         with self.job_run.summary.phase("evaluation_s"):
-            found: dict[str, float] = super().evaluate(*args, **options)  # type: ignore[misc]
+            found: dict[str, float] = super().evaluate(*args, **options)
         self._now.held_out_loss = found.get("eval_loss")
         return found
 
@@ -531,13 +524,10 @@ class RunTrainer(OffloadedTrainer):
         """Gives trackers the numbers of the step beside TRL's."""
         if "loss" in logs:
             logs |= self._now.numbers
-        super().log(logs, start_time)  # type: ignore[misc]
+        super().log(logs, start_time)
         self.state.log_history.clear()  # metrics.jsonl keeps it.
 
     # Resume: `infinity.tools.training.program` loads a checkpoint of its own.
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        return None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._restore is not None:
