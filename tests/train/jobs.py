@@ -95,10 +95,10 @@ from infinity.tools.training.program import Run
 from tests.support.offloading import small_tiers
 limit, is_stopped = int(sys.argv.pop(1)), Run._is_stopped
 
-def hold(run, interrupt):
-    while run.num_steps >= limit and interrupt.received is None:
+def hold(run):
+    while run.num_steps >= limit and run.interrupt.received is None:
         time.sleep(0.01)
-    return is_stopped(run, interrupt)
+    return is_stopped(run)
 
 Run._is_stopped = hold
 """

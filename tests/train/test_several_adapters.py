@@ -110,10 +110,10 @@ import os, signal, sys
 from infinity.tools.training.checkpoints import RunCheckpoints
 last, after_step = int(sys.argv.pop(1)), RunCheckpoints.after_step
 
-def kill(checkpoints, step, interrupt):
+def kill(checkpoints, step):
     if step >= last and checkpoints._config.adapter.name == "dora":
         os.kill(os.getpid(), signal.SIGKILL)
-    after_step(checkpoints, step, interrupt)
+    after_step(checkpoints, step)
 
 RunCheckpoints.after_step = kill
 """

@@ -32,7 +32,6 @@ from infinity.config.swap import COMMITS_NAME, COPYING_NAME
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.tools.training.job import Job
 from infinity.tools.training.output import BEST_NAME
-from infinity.tools.training.process import Interrupt
 from infinity.tools.training.report import Reporter, Summary
 from infinity.tools.training.trainer import check_state
 
@@ -241,7 +240,7 @@ class RunCheckpoints:
         self._identity = identity_of(config, job.receipt())
         # The checkpoint of one of several adapters holds no other.
         self._has_all_state = config.adapter is None or config.adapter.name is None
-        self._accepted: list[str] = []  # Changes since the checkpoint.
+        self.accepted: list[str] = []  # Changes since the checkpoint, which the user has allowed.
         self._saved_step = 0  # The step of the newest complete checkpoint.
         self._saving: Saving | None = None  # The checkpoint that is being copied.
 
@@ -250,19 +249,14 @@ class RunCheckpoints:
         in its swap directory, which it would remove: see `check_same_run`. Says what differs."""
         if self._job.resume is not None:
             with naming_older(self._config, self._job.resume.path):
-                self._accepted = check_same_run(
+                self.accepted = check_same_run(
                     self._job.resume, self._identity, accept_changes=accept_changes
                 )
             for path in chain(*map(list_checkpoints, self._config.commit_directories)):
                 with suppress(CorruptionError):
                     check_same_run(read_program(path), self._identity, accept_changes=True)
-        for change in self._accepted:
+        for change in self.accepted:
             self._reporter.note(change)
-
-    @property
-    def has_accepted(self) -> bool:
-        """Whether settings differ from those of the checkpoint, as the user has allowed."""
-        return bool(self._accepted)
 
     def units(self) -> frozenset[int] | None:
         """Returns the units whose state is the run's; None for all."""
@@ -310,7 +304,7 @@ class RunCheckpoints:
             loaded = load(
                 path, self._job.model, optimizer, scheduler=scheduler, all_state=self._has_all_state
             )
-        if self._accepted:
+        if self.accepted:
             follow(scheduler, optimizer, self._config.optimizer.lr)
         self._summary.resumed_at = loaded.step
         if (self._config.output.directory / BEST_NAME).is_dir():
@@ -326,25 +320,25 @@ class RunCheckpoints:
                 self._saved_step = loaded.step
         self._reporter.note(f"going on from {loaded.path}, after step {loaded.step}")
 
-    def after_step(self, step: int, interrupt: Interrupt) -> None:
+    def after_step(self, step: int) -> None:
         """Saves or commits the step, if its turn has come."""
         with self._full_drive_spared(step):
             if self._saving is not None and self._saving.done():
                 self._note_saved(self._saving)
             if self._is_saved(step):
-                self.save(step, interrupt)
+                self.save(step)
             elif self.commits_steps:
                 with self._summary.phase("commit_s"):
                     self._reporter.sync()
                     trainer = self._job.trainer
                     commit(self._job.model, trainer.offloaded_optimizer, **self._position(step))
 
-    def end(self, step: int, interrupt: Interrupt) -> None:
+    def end(self, step: int) -> None:
         """Saves the last step, and waits for its copy. An interrupted run has nothing else."""
-        spared = nullcontext() if interrupt.received else self._full_drive_spared(step)
-        with spared:
-            self.save(step, interrupt)
-            self.end_copy(interrupt)
+        is_last = self._job.rank.interrupt.received is not None
+        with nullcontext() if is_last else self._full_drive_spared(step):
+            self.save(step)
+            self.end_copy()
 
     @contextmanager
     def _full_drive_spared(self, step: int) -> Iterator[None]:
@@ -359,14 +353,14 @@ class RunCheckpoints:
             self._saving = None
             self._reporter.note(f"warning: no checkpoint of step {step}: {error}; the run goes on")
 
-    def save(self, step: int, interrupt: Interrupt) -> None:
+    def save(self, step: int) -> None:
         """Saves a checkpoint of this step, if the file has `[checkpoint]` and none exists yet."""
         checkpoint = self._config.checkpoint
         if checkpoint is None or step == self._saved_step:
             return
         with self._summary.phase("checkpoint_s"):
             self._reporter.sync()
-            self._await_copy(interrupt, grace_s=0)  # One copy at a time; this checkpoint is newer.
+            self._await_copy(grace_s=0)  # One copy at a time; this checkpoint is newer.
             self._saving = async_save(
                 self._config.checkpoint_directory,
                 self._job.model,
@@ -377,14 +371,14 @@ class RunCheckpoints:
             )
         self._saved_step = step
 
-    def end_copy(self, interrupt: Interrupt) -> None:
+    def end_copy(self) -> None:
         """Waits for the copy of the last checkpoint; an interrupted run waits for the grace period
         only."""
         saving, checkpoint = self._saving, self._config.checkpoint
         if saving is None or checkpoint is None:
             return
         with self._summary.phase("copy_s"):
-            self._await_copy(interrupt, grace_s=checkpoint.grace_s or math.inf)
+            self._await_copy(grace_s=checkpoint.grace_s or math.inf)
         if saving.is_abandoned:
             self._summary.checkpoint = str(saving.source)
             self._reporter.note(
@@ -397,7 +391,7 @@ class RunCheckpoints:
         if self._saving is not None:
             self._saving.abandon()
 
-    def _await_copy(self, interrupt: Interrupt, *, grace_s: float) -> None:
+    def _await_copy(self, *, grace_s: float) -> None:
         """Waits for the copy in progress; an interrupted run waits for `grace_s` seconds at
         most."""
         saving, give_up_s = self._saving, math.inf
@@ -406,7 +400,7 @@ class RunCheckpoints:
         saving.hurry()
         while not saving.done():
             now_s = time.monotonic()
-            if interrupt.received is not None:
+            if self._job.rank.interrupt.received is not None:
                 give_up_s = min(give_up_s, now_s + grace_s)
             if now_s >= give_up_s:
                 saving.abandon()

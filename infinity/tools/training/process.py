@@ -180,7 +180,7 @@ class Interrupt:
 
     def __init__(self, notice: str = "") -> None:
         self.received: signal.Signals | None = None
-        self._notice = notice
+        self.notice = notice
         self._former: dict[signal.Signals, object] = {}
         self._asked_s: float | None = None  # The time of the first signal in `_ENDING`.
         self._is_forwarded = _FORWARDER_VARIABLE in os.environ
@@ -225,7 +225,7 @@ class Interrupt:
         its descriptor may belong to another file."""
         if sys.__stderr__ is not None:
             with contextlib.suppress(OSError):  # The same signal may have ended the reader.
-                os.write(2, self._notice.encode())
+                os.write(2, self.notice.encode())
 
     def _restore(self) -> None:
         for number, former in self._former.items():

@@ -51,7 +51,6 @@ from infinity.errors import CapacityError, ConfigError, InfinityError, NonFinite
 from infinity.integrations.hf import prepare_trainer
 from infinity.integrations.windows import why_plain
 from infinity.sizes import counted
-from infinity.storage.shards import ShardFiles
 from infinity.tools.training.adapter import save_adapter, without_renaming_notice
 from infinity.tools.training.checkpoints import TRAINER_STATE, RunCheckpoints, plan_resume
 from infinity.tools.training.embedding import save_modules
@@ -61,7 +60,7 @@ from infinity.tools.training.methods import batch_of
 from infinity.tools.training.metrics import MetricsReader
 from infinity.tools.training.model import generate, reference_path, sharing_budgets, with_own_drives
 from infinity.tools.training.output import BEST_NAME, MARKER_NAME, SUMMARY_NAME
-from infinity.tools.training.process import Interrupt, expand_segments, give_back, keep_freed_memory
+from infinity.tools.training.process import expand_segments, give_back, keep_freed_memory
 from infinity.tools.training.ranks import job_rank
 from infinity.tools.training.report import (
     Line,
@@ -81,118 +80,6 @@ _DIGEST_SHARE = 0.01  # Of the time: what digests of the state may take.
 _DIGESTED_PER_S = 1e9  # Bytes, before the first digest has shown it.
 
 
-class Products:
-    """Writes what a run leaves in its output directory: the weights, a text that the model writes,
-    the summary. One rank writes."""
-
-    def __init__(self, config: JobConfig, job: Job, reporter: Reporter, summary: Summary) -> None:
-        self._config = config
-        self._job = job
-        self._reporter = reporter
-        self._summary = summary
-        self._is_output_lost = False  # A warning was printed.
-
-    def mark(self, *, has_accepted: bool) -> Path | None:
-        """Marks the output directory as that of a run, with the facts that its bits depend on.
-        Returns the path of its metrics."""
-        output, job = self._job.output, self._job
-        if output is None:
-            return None
-        if output.is_unmarked:
-            self._reporter.note(f"{MARKER_NAME} is missing in {output.path}; added")
-        output.mark(job.receipt(), after=self._summary.resumed_at, has_accepted=has_accepted)
-        return self._config.output.metrics_path
-
-    def keep_reference(self, shards: ShardFiles | None) -> None:
-        """Writes the names of the base's files, and the checksums that first reads have taken."""
-        if self._job.output is None or shards is None:
-            return
-        path = self._job.output.path / RUN_NAMES[3]
-        try:
-            replace_file(path, reference_to_bytes(shards, is_first_rank=True).decode())
-        except OSError as error:
-            self._reporter.note(f"warning: {path} is not written: {error.strerror or error}")
-
-    def restore(self) -> None:
-        """Makes the output directory again if it was removed."""
-        if self._job.output is None:
-            return
-        try:
-            if self._job.output.restore():
-                self._reporter.note(f"{self._job.output.path} was removed; it was made again")
-        except InfinityError as error:
-            if not self._is_output_lost:
-                self._reporter.note(f"warning: {error}; the run goes on")
-            self._is_output_lost = True
-
-    def export(self, what: str) -> None:
-        """Writes the weights."""
-        output = self._config.output.directory
-        self._write_weights(output)
-        self._summary.export_directory = str(output)
-        self._reporter.note(f"wrote {what} to {output}")
-
-    def keep_best(self) -> None:
-        """Writes the weights of the lowest held-out loss so far."""
-        self._write_weights(self._config.output.directory / BEST_NAME)
-
-    def _write_weights(self, directory: Path) -> None:
-        job = self._job
-        tokenizer = job.data.processor or (job.tokenizer and job.tokenizer.tokenizer)
-        if self._config.train.embed is not None:
-            save_modules(job.trainer.model, directory)
-            tokenizer = None
-        with self._summary.phase("export_s"):
-            if self._config.adapter is not None:
-                name = self._config.adapter.peft_name
-                save_adapter(self._job.model, directory, tokenizer=tokenizer, adapter=name)
-            else:
-                export_safetensors(
-                    self._job.model,
-                    directory,
-                    max_shard_nbytes=self._config.output.max_shard_size,
-                    tokenizer=tokenizer,
-                )
-        metrics = MetricsReader(self._config.output.metrics_path)
-        if self._summary.resumed_at:  # They may be long, and the best weights have a card, too.
-            with suppress(OSError):
-                metrics.read()
-        try:
-            card = model_card(self._config, self._summary, job.plan.kind, metrics.lines)
-            replace_file(directory / "README.md", card)
-        except (OSError, MalformedError) as error:
-            self._reporter.note(f"warning: the model card is not written: {error}")
-
-    def sample(self, interrupt: Interrupt) -> None:
-        """Lets the model write the text of `[train.sample]`."""
-        sample = self._config.train.sample
-        if sample is None or interrupt.received is not None:
-            return
-        with self._summary.phase("sample_s"):
-            torch.manual_seed(self._config.train.seed)
-            ids = generate(
-                self._job.model,
-                self._job.prompt_ids,
-                num_tokens=sample.new_tokens,
-                temperature=sample.temperature,
-                top_k=sample.top_k or 0,
-                should_stop=lambda: interrupt.received is not None,
-            )
-        assert self._job.tokenizer is not None
-        self._summary.sample = self._job.tokenizer.decode(ids)
-        self._reporter.note(f"sample:\n{self._summary.sample}")
-
-    def write_summary(self) -> None:
-        """Writes summary.json; a failure is reported and does not end the run."""
-        path = self._config.output.directory / SUMMARY_NAME
-        self._summary.lost = self._reporter.lost()
-        try:
-            write_summary(path, self._summary)
-        except OSError as error:
-            self._summary.lost.append(f"{path}: {error.strerror or error}")
-            self._reporter.note(f"warning: {path} cannot be written: {error.strerror or error}")
-
-
 class Run:
     """One run, from the first byte in a tier to the summary. `close` releases the tiers."""
 
@@ -206,10 +93,10 @@ class Run:
             console, steps=job.num_steps, log_every=config.train.log_every, name=self._name
         )
         self.checkpoints = RunCheckpoints(config, job, self._reporter, self.summary)
-        self._products = Products(config, job, self._reporter, self.summary)
+        self.interrupt = job.rank.interrupt
+        self._is_output_lost = False  # A warning was printed.
         self._engine: Any = None
         self._reference_engine: Any = None
-        self._interrupt: Interrupt | None = None
         self._before: Mapping[str, float] = {}
         self._began_s = 0.0
         self._line: Line = {}  # Of the newest step.
@@ -301,8 +188,7 @@ class Run:
 
     def _begin(self) -> None:
         """Begins the metrics, with those before a resumed step."""
-        path = self._products.mark(has_accepted=self.checkpoints.has_accepted)
-        self._reporter.start(path, resumed_at=self.summary.resumed_at)
+        self._reporter.start(self._mark(), resumed_at=self.summary.resumed_at)
         now_s = time.perf_counter()
         self.summary.phases_s["setup_s"] = now_s - self._job.started_s
         placed = self._engine.placed_nbytes().values()
@@ -316,10 +202,9 @@ class Run:
         self.checkpoints.resume(self._engine)
         self._begin()
 
-    def train(self, interrupt: Interrupt) -> None:
-        """Makes steps until the last one or until `interrupt` requests an end; then a
-        checkpoint."""
-        self._interrupt, resume = interrupt, self._job.resume
+    def train(self) -> None:
+        """Makes steps until the last one or until a signal requests an end; then a checkpoint."""
+        resume, interrupt = self._job.resume, self.interrupt
         self._job.model.train()
         if self._name:  # As the trainer did before others were made.
             set_seed(self._config.train.seed)
@@ -328,7 +213,7 @@ class Run:
         try:
             if resume is None:
                 self._begin()
-            if not self._is_stopped(interrupt):
+            if not self._is_stopped():
                 state = resume.extra[TRAINER_STATE] if resume is not None else None
                 restore = self._resume if resume is not None else None
                 self._job.trainer.run(self, state=state, restore=restore)
@@ -336,8 +221,8 @@ class Run:
             self._reporter.end_of_steps()
             if self.num_steps and self._config.output.export:
                 if self._job.rank.is_first:
-                    self._products.export("the weights of the last good step")
-                    self._products.write_summary()
+                    self._export("the weights of the last good step")
+                    self._write_summary()
                 self._wait_for_all("the export")
             raise
         finally:
@@ -354,10 +239,11 @@ class Run:
                     f"train.early_stopping_patience={patience} evaluations in a row without a "
                     "new lowest loss; a larger one makes it go on, and so does 0, which is none"
                 )
-        self.checkpoints.end(self.num_steps, interrupt)
+        self.checkpoints.end(self.num_steps)
 
-    def _is_stopped(self, interrupt: Interrupt) -> bool:
+    def _is_stopped(self) -> bool:
         """Whether any rank was asked to end. A signal reaches ranks at different times."""
+        interrupt = self.interrupt
         if self._job.rank.count > 1:
             [received] = max(
                 self._engine.ranks.all_gather_numbers("whether to stop", interrupt.received or 0)
@@ -370,10 +256,10 @@ class Run:
         """Waits for all ranks: they need this rank's shards as long as they read weights."""
         self._engine.ranks.barrier(what)
 
-    def finish(self, interrupt: Interrupt) -> None:
+    def finish(self) -> None:
         """Completes the run after its steps; rank 0 exports."""
         if self._job.rank.is_first:
-            self._finish(interrupt)
+            self._finish()
             text = "all steps are done"
             if self.num_steps < self._job.num_steps:
                 text = f"ended after step {self.num_steps} of {self._job.num_steps}"
@@ -388,18 +274,18 @@ class Run:
     def _notify(self, event: Event, text: str) -> None:
         notify(self._config, self.summary, self._reporter, event, text)
 
-    def _finish(self, interrupt: Interrupt) -> None:
+    def _finish(self) -> None:
         """Exports, samples and writes the summary; the summary also if another part has failed."""
-        self._products.restore()
-        self._products.keep_reference(self._engine.store.shards)
+        self._restore()
+        self._keep_reference()
         try:
-            goes_on = interrupt.received is not None and self._config.checkpoint is not None
+            goes_on = self.interrupt.received is not None and self._config.checkpoint is not None
             if self._config.output.export and self.num_steps and not goes_on:
                 what = "the model" if self._config.adapter is None else "the adapter"
-                self._products.export(what)
-            self._products.sample(interrupt)
+                self._export(what)
+            self._sample()
         finally:
-            self._products.write_summary()
+            self._write_summary()
             self._reporter.summary(self.summary)
         for command in next_commands(self._config, self.summary):
             self._reporter.note(command)
@@ -440,7 +326,7 @@ class Run:
         self._traced.close()
         self._line = line_of(step, self._before, self._counted(), elapsed_s)
         if step.number == self.summary.resumed_at + 1:  # All of the base has been read.
-            self._products.keep_reference(self._engine.store.shards)
+            self._keep_reference()
         if is_digested:
             with self._engine.at_rest("the digest of a step", self.checkpoints.units()) as state:
                 self._line["state"] = digest_of_state(state)
@@ -451,23 +337,21 @@ class Run:
     def after_step(self, step: Step, *, is_best: bool) -> bool:
         """Called after evaluation and trackers. Writes the metrics and what is to be kept of the
         step. Returns whether the run ends."""
-        assert self._interrupt is not None
         self.report_step(step)
         if is_best and self._config.train.keep_best:
             if self._job.rank.is_first:
-                self._products.keep_best()
+                self._write_weights(self._config.output.directory / BEST_NAME)
             self._wait_for_all("the best weights")
             self.summary.best_step = step.number
         if step.held_out_loss is not None and self.summary.is_on_plateau:
             self._notify("plateau", "the held-out loss falls no more")
-        self.checkpoints.after_step(step.number, self._interrupt)
-        return self._is_stopped(self._interrupt)
+        self.checkpoints.after_step(step.number)
+        return self._is_stopped()
 
     def is_followed(self, step: int) -> bool:
         """Whether what follows this step, before the next one, needs its evaluation."""
-        assert self._interrupt is not None
         is_kept = self._config.train.keep_best or self.checkpoints.is_due(step)
-        return is_kept or self._is_stopped(self._interrupt)
+        return is_kept or self._is_stopped()
 
     def report_step(self, step: Step) -> None:
         """Writes the metrics of the step."""
@@ -479,8 +363,108 @@ class Run:
             "checkpoint": self.summary.checkpoint,
         }
         self.summary.add(self._line)
-        self._products.restore()
+        self._restore()
         self._reporter.step(self._line, self.summary.left_s)
+
+    # -- What a run leaves in its output directory; one rank writes --------------------------------
+
+    def _mark(self) -> Path | None:
+        """Marks the output directory as that of a run, with the facts that its bits depend on.
+        Returns the path of its metrics."""
+        output, after = self._job.output, self.summary.resumed_at
+        if output is None:
+            return None
+        if output.is_unmarked:
+            self._reporter.note(f"{MARKER_NAME} is missing in {output.path}; added")
+        has_accepted = bool(self.checkpoints.accepted)
+        output.mark(self._job.receipt(), after=after, has_accepted=has_accepted)
+        return self._config.output.metrics_path
+
+    def _keep_reference(self) -> None:
+        """Writes the names of the base's files, and the checksums that first reads have taken."""
+        shards = self._engine.store.shards
+        if self._job.output is None or shards is None:
+            return
+        path = self._job.output.path / RUN_NAMES[3]
+        try:
+            replace_file(path, reference_to_bytes(shards, is_first_rank=True).decode())
+        except OSError as error:
+            self._reporter.note(f"warning: {path} is not written: {error.strerror or error}")
+
+    def _restore(self) -> None:
+        """Makes the output directory again if it was removed."""
+        if self._job.output is None:
+            return
+        try:
+            if self._job.output.restore():
+                self._reporter.note(f"{self._job.output.path} was removed; it was made again")
+        except InfinityError as error:
+            if not self._is_output_lost:
+                self._reporter.note(f"warning: {error}; the run goes on")
+            self._is_output_lost = True
+
+    def _export(self, what: str) -> None:
+        """Writes the weights."""
+        output = self._config.output.directory
+        self._write_weights(output)
+        self.summary.export_directory = str(output)
+        self._reporter.note(f"wrote {what} to {output}")
+
+    def _write_weights(self, directory: Path) -> None:
+        job = self._job
+        tokenizer = job.data.processor or (job.tokenizer and job.tokenizer.tokenizer)
+        if self._config.train.embed is not None:
+            save_modules(job.trainer.model, directory)
+            tokenizer = None
+        with self.summary.phase("export_s"):
+            if self._config.adapter is not None:
+                name = self._config.adapter.peft_name
+                save_adapter(self._job.model, directory, tokenizer=tokenizer, adapter=name)
+            else:
+                export_safetensors(
+                    self._job.model,
+                    directory,
+                    max_shard_nbytes=self._config.output.max_shard_size,
+                    tokenizer=tokenizer,
+                )
+        metrics = MetricsReader(self._config.output.metrics_path)
+        if self.summary.resumed_at:  # They may be long, and the best weights have a card, too.
+            with suppress(OSError):
+                metrics.read()
+        try:
+            card = model_card(self._config, self.summary, job.plan.kind, metrics.lines)
+            replace_file(directory / "README.md", card)
+        except (OSError, MalformedError) as error:
+            self._reporter.note(f"warning: the model card is not written: {error}")
+
+    def _sample(self) -> None:
+        """Lets the model write the text of `[train.sample]`."""
+        sample, interrupt = self._config.train.sample, self.interrupt
+        if sample is None or interrupt.received is not None:
+            return
+        with self.summary.phase("sample_s"):
+            torch.manual_seed(self._config.train.seed)
+            ids = generate(
+                self._job.model,
+                self._job.prompt_ids,
+                num_tokens=sample.new_tokens,
+                temperature=sample.temperature,
+                top_k=sample.top_k or 0,
+                should_stop=lambda: interrupt.received is not None,
+            )
+        assert self._job.tokenizer is not None
+        self.summary.sample = self._job.tokenizer.decode(ids)
+        self._reporter.note(f"sample:\n{self.summary.sample}")
+
+    def _write_summary(self) -> None:
+        """Writes summary.json; a failure is reported and does not end the run."""
+        path = self._config.output.directory / SUMMARY_NAME
+        self.summary.lost = self._reporter.lost()
+        try:
+            write_summary(path, self.summary)
+        except OSError as error:
+            self.summary.lost.append(f"{path}: {error.strerror or error}")
+            self._reporter.note(f"warning: {path} cannot be written: {error.strerror or error}")
 
 
 RunT = TypeVar("RunT", bound=Run)
@@ -516,8 +500,9 @@ def train(
         for run in runs:
             run.set_up(is_first=run is runs[0])
         written = "the export" if config.checkpoint is None else "a checkpoint"
-        with Interrupt(_STOP_NOTICE.format(written)) as interrupt:
-            _train_all(runs, [found.adapter for found in configs], interrupt)
+        with runs[0].interrupt as interrupt:
+            interrupt.notice = _STOP_NOTICE.format(written)
+            _train_all(runs, [found.adapter for found in configs])
             return runs[0].summary, interrupt.exit_code
 
 
@@ -575,17 +560,15 @@ def _how_many_fit(model: Any, config: JobConfig) -> str:
     return f"not even the first adapter, {names[0]!r}, would fit alone"
 
 
-def _train_all(
-    runs: Sequence[Run], adapters: Sequence[AdapterConfig | None], interrupt: Interrupt
-) -> None:
+def _train_all(runs: Sequence[Run], adapters: Sequence[AdapterConfig | None]) -> None:
     """Trains and finishes the runs, those of several adapters together. One whose loss is not
     finite ends without the others; its error is raised when they have ended."""
     failed: list[NonFiniteError] = []
 
     def go(run: Run) -> None:
         try:
-            run.train(interrupt)
-            run.finish(interrupt)
+            run.train()
+            run.finish()
         except Exception as error:
             run.fail(error)
             if len(runs) == 1 or not isinstance(error, NonFiniteError):

@@ -18,6 +18,7 @@ from infinity.distributed.collective.process_groups import GroupSockets
 from infinity.distributed.group import RankTopology, find_group, join
 from infinity.distributed.wire.failures import waiting_beside
 from infinity.errors import ConfigError, RankError
+from infinity.tools.training.process import Interrupt
 
 # Of a wait in a barrier, such as that for the rank that tokenises the data: hours. NCCL's own 10
 # minutes would end the other ranks. The links find out much sooner which rank is gone.
@@ -32,6 +33,7 @@ class JobRank:
     rank: int = 0
     count: int = 1
     topology: RankTopology | None = field(default=None, compare=False)  # None for a single rank.
+    interrupt: Interrupt = field(default_factory=Interrupt, compare=False)
 
     @property
     def is_first(self) -> bool:

@@ -36,7 +36,6 @@ from infinity.tools.training.job import Job
 from infinity.tools.training.latents import cache_of
 from infinity.tools.training.metrics import OF_RANKS, RECEIPT, MetricsReader, differences
 from infinity.tools.training.output import SUMMARY_NAME, config_of_run, locked, receipts_of_run
-from infinity.tools.training.process import Interrupt
 from infinity.tools.training.program import Run, opened
 from infinity.tools.training.report import Line, Step, finite
 
@@ -298,16 +297,16 @@ class Replay(Run):
         shards = self._engine.store.shards
         if shards is not None and (directory / SHARDS_NAME).is_file():
             check_reference(directory, shards)
-        self.train(Interrupt())
+        self.train()
         is_compared = not self._has_difference() and self._job.rank.is_first
         if is_compared and _exported_step(directory) == self._found["step"]:
             self._compare_export(directory)
         self._has_difference()  # Waits for rank 0, which may need this rank's shards.
 
     @override
-    def _is_stopped(self, interrupt: Interrupt) -> bool:
+    def _is_stopped(self) -> bool:
         is_over = self._has_difference() or self.num_steps >= self._found["step"]
-        return super()._is_stopped(interrupt) or is_over
+        return super()._is_stopped() or is_over
 
     @override
     def is_followed(self, step: int) -> bool:
@@ -338,7 +337,7 @@ class Replay(Run):
                     raise
 
     def _compare_export(self, directory: Path) -> None:
-        self._products.export("the weights, to compare them,")
+        self._export("the weights, to compare them,")
         for file in sorted(self._config.output.directory.glob("*.safetensors")):
             self._compare_tensors(file.name, _first_other(file, directory / file.name))
 
