@@ -265,47 +265,25 @@ class OneRank:
     """A process that trains alone, with the methods of `RankSync`."""
 
     partition: Partition | None = None
-    rank = 0
-    num_ranks = 1
+    rank, num_ranks = 0, 1
 
-    def note_owner(self, owner: object) -> None:
+    def _nothing(self, *_: object, **__: object) -> None:
         """Does nothing: there is no other rank."""
+
+    note_owner = open = begin_step = sync_weights = sync_first_weights = refuse_unknown = _nothing
+    forget_outdated = forget_gathered = barrier = refuse_different = begin_change = _nothing
 
     def end(self, close: Callable[[], None]) -> None:
         """Calls `close`."""
         close()
 
-    def open(self) -> None:
-        """Does nothing: there is no other rank."""
-
     def routes(self) -> str:
         """Returns "": there is no other rank."""
         return ""
 
-    def begin_step(self, *, makes_step: bool = True) -> None:
-        """Does nothing: there is no other rank."""
-
     def making_step(self) -> AbstractContextManager[None]:
         """Returns a block that does nothing: there is no other rank."""
         return nullcontext()
-
-    def sync_weights(self) -> None:
-        """Does nothing: there is no other rank."""
-
-    def sync_first_weights(self) -> None:
-        """Does nothing: there is no other rank."""
-
-    def refuse_unknown(self, unit: int) -> None:
-        """Does nothing: there is no other rank."""
-
-    def forget_outdated(self) -> None:
-        """Does nothing: there is no other rank."""
-
-    def forget_gathered(self) -> None:
-        """Does nothing: there is no other rank."""
-
-    def barrier(self, what: str) -> None:
-        """Does nothing: there is no other rank."""
 
     def all_gather_numbers(self, what: str, *numbers: float) -> list[list[float]]:
         """Returns the numbers of the only rank."""
@@ -318,19 +296,11 @@ class OneRank:
         yield section
         section.of_all = [section.local]
 
-    def refuse_different(self, what: str, content: bytes, *, remedy: str) -> None:
-        """Does nothing: there is no other rank."""
-
-    @contextmanager
     def setting(
         self, units: Iterable[int], uses: AbstractContextManager[None] | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """A block around writes to weights, within `uses`, which no other rank has to see."""
-        with uses or nullcontext():
-            yield
-
-    def begin_change(self, what: str) -> None:
-        """Does nothing: there is no other rank."""
+        return uses or nullcontext()
 
 
 Ranks = RankSync | OneRank
