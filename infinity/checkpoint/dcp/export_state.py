@@ -389,26 +389,17 @@ def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dic
         names = [name for group in named["groups"] for name in group["params"]]
     steps, answer["state"] = answer["state"], {}
     for index, entry in steps.items():
-        of_torch = state_of_torch(named, names[index], moments.get(names[index], {}))
+        of_torch = moments.get(names[index], {})
         if optimizer.name != "sgd":
             of_torch["step"] = torch.tensor(float(entry["step"]), device="cpu")
+        elif names[index] not in named["begun"]:
+            of_torch = {}  # SGD of torch has no buffer before its first step with a momentum.
         if of_torch:
             answer["state"][index] = of_torch
     for group in answer["param_groups"]:
         for key, value in defaults_of_torch(optimizer.name).items():
             group.setdefault(key, value)
     return answer
-
-
-def state_of_torch(
-    named: dict[str, Any], name: str, moments: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Returns the moments of a parameter that the optimizer of torch has at this step.
-
-    SGD of torch has no momentum buffer before its first step with a momentum.
-    """
-    is_begun = named.get("name") != "sgd" or name in named["begun"]
-    return dict(moments) if is_begun else {}
 
 
 def defaults_of_torch(name: str) -> dict[str, Any]:
