@@ -7,6 +7,7 @@ shown in messages; only its names of swap files to keep are acted on.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -17,11 +18,13 @@ import socket
 import stat
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from infinity.bounded import MAX_INT, MalformedError, kind_of, parse_json
-from infinity.errors import StorageError, SwapLockedError, UnsupportedError, reporting
+from infinity.errors import ConfigError, StorageError, SwapLockedError, UnsupportedError, reporting
 
 _log = logging.getLogger(__name__)
 
@@ -303,3 +306,34 @@ def unlink_logged(path: str) -> None:
         pass
     except OSError as error:
         _log.warning("%s stays: %s", path, error.strerror)
+
+
+# -- Locks of directories, without a file ----------------------------------------------------------
+
+
+@contextmanager
+def locked(
+    directory: str | Path, busy: str = "", *, is_needed: bool = True, waits: bool = False
+) -> Iterator[None]:
+    """Holds the lock of the directory during the block; the kernel drops it with the process.
+
+    Raises ConfigError, which `busy` completes, if another process holds it, unless it `waits` for
+    that process; StorageError where file systems have no locks, unless the lock is not `is_needed`.
+    """
+    with reporting("open", directory):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                raise ConfigError(f"{directory}: {busy}") from None
+            if is_needed:
+                code = error.errno or 0
+                raise StorageError(code, operation="lock", path=str(directory)) from None
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # A child that was forked meanwhile has it, too.
+        with contextlib.suppress(OSError):
+            os.close(fd)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import fcntl
 import functools
 import logging
 import mmap
-import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from infinity.errors import CapacityError, StorageError, UnsupportedError
 from infinity.sizes import MIB, format_nbytes
+from infinity.storage.lock_file import locked
 from infinity.storage.protocol import Priority, Segment, StorageEngine
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.volume_layout import SPARES_REMEDY, Extent, PathSpace
@@ -98,7 +97,10 @@ def find_weights(paths: Sequence[OpenPath], engine: StorageEngine) -> tuple[floa
         return tuple(weight or 1.0 for weight in configured)
     if all(weight is not None for weight in configured):
         return tuple(weight or 1.0 for weight in configured)
-    with _turn(paths[0].path.shared_with):
+    # Ranks that measured at the same time would find a part of each drive's bandwidth, and a part
+    # that differs from drive to drive.
+    around = paths[0].path.shared_with
+    with locked(around, is_needed=False, waits=True) if around is not None else nullcontext():
         return tuple(_weight_of(path, engine) for path in paths)
 
 
@@ -109,26 +111,6 @@ def _weight_of(path: OpenPath, engine: StorageEngine) -> float:
         weight = measure_bandwidth(engine, path.files[0]) / 1e9
     _log.info("swap path %r moves %.2f GB/s", path.directory.path, weight)
     return weight
-
-
-@contextlib.contextmanager
-def _turn(directory: str | None) -> Iterator[None]:
-    """Waits, in a `with` block, until no other process is in the block of the same directory.
-
-    Ranks that measured at the same time would find a part of each drive's bandwidth, and a part
-    that differs from drive to drive. flock(2): the kernel ends the turn of a process that dies. A
-    file system without locks lets all measure at once.
-    """
-    if directory is None:
-        yield
-        return
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _can_be_measured(path: OpenPath) -> bool:

@@ -36,11 +36,11 @@ from infinity.checkpoint.huggingface.names import TensorGroup, export_groups, pl
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter, TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, OF_DIFFUSERS, SINGLE_NAME
 from infinity.checkpoint.reader import CheckpointSource, Kind, StateInfo
-from infinity.checkpoint.run.directory import locked
 from infinity.errors import ConfigError, InfinityError, reporting
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import GIB
+from infinity.storage.lock_file import locked
 
 _SHARD_PATTERN = re.compile(rf"({OF_DIFFUSERS})?model(-\d{{5}}-of-\d{{5}})?\.safetensors")
 

@@ -9,9 +9,8 @@ a time. `remove_own` removes only files of this package, one by one.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -49,10 +48,11 @@ from infinity.checkpoint.run.format import (
     parse_table,
 )
 from infinity.config.paths import RUN_NAMES
-from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, reporting
-from infinity.storage.lock_file import is_swap_name
+from infinity.errors import ConfigError, CorruptionError, corrupt, reporting
+from infinity.storage.lock_file import is_swap_name, locked
 
 _BUSY = "another process is writing a checkpoint there; give every run its own directory"
+_locked = functools.partial(locked, busy=_BUSY)
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
 _OWN_FILE = re.compile(
@@ -205,7 +205,7 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
     """
     with reporting("create", directory):
         make_durably(directory, PRIVATE_DIRECTORY)
-    with locked(directory):
+    with _locked(directory):
         refuse_later(directory, step)
         _sweep(directory)
         # INV-14, INV-17: the rename at the end of the block commits, when all files are durable.
@@ -215,7 +215,7 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
 
 def sweep(directory: Path) -> None:
     """Removes the partial checkpoints that a crash has left. Raises ConfigError, StorageError."""
-    with locked(directory):
+    with _locked(directory):
         _sweep(directory)
 
 
@@ -236,7 +236,7 @@ def prune(directory: Path, keep: int) -> list[Path]:
     under its final name. A link is removed, the directory behind it stays, and its path is not
     returned. Raises ConfigError, StorageError.
     """
-    with locked(directory):
+    with _locked(directory):
         checkpoints = list_checkpoints(directory)
         removed = checkpoints[: max(0, len(checkpoints) - keep)]
         links = {path for path in removed if path.is_symlink()}
@@ -292,40 +292,12 @@ def read_content(path: Path) -> bytes:
             raise corrupt(str(path), str(error)) from None
 
 
-@contextmanager
-def locked(
-    directory: Path, busy: str = _BUSY, *, is_needed: bool = True, waits: bool = False
-) -> Iterator[None]:
-    """Holds the lock of the directory during the block; the kernel drops it with the process.
-
-    Raises ConfigError, which `busy` completes, if another process holds it, unless it `waits` for
-    that process; StorageError where file systems have no locks, unless the lock is not `is_needed`.
-    """
-    with reporting("open", directory):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except OSError as error:
-            if error.errno == errno.EWOULDBLOCK:
-                raise ConfigError(f"{directory}: {busy}") from None
-            if is_needed:
-                code = error.errno or 0
-                raise StorageError(code, operation="lock", path=str(directory)) from None
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # A child that was forked meanwhile has it, too.
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
 def set_aside(path: Path) -> Path:
     """Renames a damaged checkpoint to "step-00000120.damaged" and returns the new path.
 
     Raises ConfigError if another process writes in the directory, StorageError.
     """
-    with locked(path.parent), reporting("rename", path):
+    with _locked(path.parent), reporting("rename", path):
         target = path.with_name(f"{path.name}.damaged")
         number = 1
         while os.path.lexists(target):
@@ -341,7 +313,7 @@ def give_up(path: Path) -> None:
 
     Raises ConfigError if another process writes in the directory, StorageError.
     """
-    with locked(path.parent), reporting("rename", path):
+    with _locked(path.parent), reporting("rename", path):
         os.rename(path, partial_of(path))
         sync_directory(path.parent)
 
@@ -353,7 +325,7 @@ def remove_own(directory: Path) -> list[Path]:
     another process writes in the directory, StorageError.
     """
     stays: list[Path] = []
-    with locked(directory):
+    with _locked(directory):
         for entry in sorted(directory.iterdir()):
             is_ours = _NAME.fullmatch(entry.name) or is_partial_name(entry.name)
             if not is_ours or not _is_real_directory(entry):

@@ -35,10 +35,10 @@ from infinity.bounded import (
     text_of,
 )
 from infinity.checkpoint.durable import check_space, replace_file, sync_directory
-from infinity.checkpoint.run.directory import locked
 from infinity.config.paths import refuse_no_directory
 from infinity.errors import ConfigError, StorageError, corrupt, reporting
 from infinity.sizes import MIB
+from infinity.storage.lock_file import locked
 
 RECORD_NAME = ".infinity-spread.json"
 ORIGINALS_NAME = ".infinity-originals"
