@@ -50,8 +50,8 @@ class PendingShards:
         # No more early or expected, and the thread may have something of it.
         self._stale: set[int] = set()
         self._num_changes: Counter[int] = Counter()  # Beginnings and ends of other changes.
-        self._is_resting = True  # Nothing is pending, and all writes of updates are over.
-        self._is_idle = True  # The same with early updates.
+        self.are_resting = True  # Nothing is pending, and all writes of updates are over.
+        self.is_idle = True  # The same with early updates.
         self._failure: BaseException | None = None
         self._is_closed = False
 
@@ -70,8 +70,8 @@ class PendingShards:
             self._wanted.clear()
             self._early.clear()
             self._done.clear()
-            self._is_idle = self._is_idle and not self._order
-            self._is_resting = self._is_idle
+            self.is_idle = self.is_idle and not self._order
+            self.are_resting = self.is_idle
             self._changed.notify_all()
             return done, running
 
@@ -81,7 +81,7 @@ class PendingShards:
             assert shard not in self._order and shard not in self._done
             self._expected.pop(shard, None)
             self._early[shard] = None
-            self._is_idle = False
+            self.is_idle = False
             self._changed.notify_all()
 
     def withdraw(self, shards: Iterable[int]) -> set[int]:
@@ -105,7 +105,7 @@ class PendingShards:
             before, self._expected = self._expected, dict.fromkeys(shards)
             self._stale |= before.keys() - self._expected.keys() - self._order.keys()
             self._is_expected_anew = True
-            self._is_idle = False
+            self.is_idle = False
             self._changed.notify_all()
 
     def forget_expected(self, shards: Iterable[int] | None = None) -> None:
@@ -127,16 +127,6 @@ class PendingShards:
             self._changed.notify_all()
 
     # -- Any thread --------------------------------------------------------------------------------
-
-    @property
-    def are_resting(self) -> bool:
-        """Whether no shard is pending and every updated shard is where it rests."""
-        return self._is_resting
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the thread has nothing to do and no transfer in flight."""
-        return self._is_idle
 
     def is_pending(self, shard: int) -> bool:
         """Whether the shard awaits its update."""
@@ -176,15 +166,15 @@ class PendingShards:
         """Waits until every pending shard is updated and is where it rests. Raises InfinityError if
         some shard never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_resting or self._is_over())
-            if not self._is_resting or self._failure is not None:
+            self._changed.wait_for(lambda: self.are_resting or self._is_over())
+            if not self.are_resting or self._failure is not None:
                 raise self._error()
 
     def await_idle(self) -> None:
         """As `await_all`, and waits for early updates, too."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_idle or self._is_over())
-            if not self._is_idle:
+            self._changed.wait_for(lambda: self.is_idle or self._is_over())
+            if not self.is_idle:
                 raise self._error()
 
     def _is_over(self) -> bool:
@@ -221,7 +211,7 @@ class PendingShards:
                 return shard
         if self._order:
             return next(iter(self._order))
-        return next(reversed(self._early), None) if self._is_resting else None
+        return next(reversed(self._early), None) if self.are_resting else None
 
     def upcoming(self, but: int) -> list[int]:
         """Returns the pending shards, then the early ones, without one, in their order."""
@@ -274,7 +264,7 @@ class PendingShards:
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    (self._order or self._stale or (self._early and self._is_resting))
+                    (self._order or self._stale or (self._early and self.are_resting))
                     or self._is_closed
                 ),
                 timeout_s,
@@ -284,8 +274,8 @@ class PendingShards:
         """Marks all writes as over, then waits for the next shards. Returns whether there are
         some; False after `close`."""
         with self._changed:
-            self._is_resting = not self._order
-            self._is_idle = not (self._order or self._early or self._is_expected_anew)
+            self.are_resting = not self._order
+            self.is_idle = not (self._order or self._early or self._is_expected_anew)
             self._changed.notify_all()
             self._changed.wait_for(
                 lambda: (

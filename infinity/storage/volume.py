@@ -95,7 +95,7 @@ class Volume(Closing):
             raise ConfigError("a volume needs at least one path")
         if stripe_nbytes <= 0 or stripe_nbytes % PAGE_NBYTES:
             raise ConfigError(f"{stripe_nbytes=}, expected a positive multiple of {PAGE_NBYTES}")
-        self._engine = engine
+        self.engine = engine  # Other files may share the queues of the volume.
         self._stripe_nbytes = stripe_nbytes
         self._verify = verify
         self._num_threads = num_threads
@@ -116,22 +116,13 @@ class Volume(Closing):
         try:
             for path in paths:
                 self._open_path(path, None if adopted is None else adopted.jobs.get(path.path))
-            self._weights = find_weights(self._open, self._engine)
+            # The share of the stripes of each path: as configured, or its measured GB/s.
+            self.weights = find_weights(self._open, engine)
             for label, ranges in adopted.contents.items() if adopted is not None else ():
                 self._frozen.append(FrozenContent(label, maps_of(ranges, self.swap_paths)))
         except BaseException:
             self.close()
             raise
-
-    @property
-    def engine(self) -> StorageEngine:
-        """The engine, for other files whose requests share the volume's queues."""
-        return self._engine
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The share of the stripes that each path gets: as configured, or its measured GB/s."""
-        return self._weights
 
     @property
     def file_paths(self) -> tuple[str, ...]:
@@ -166,7 +157,7 @@ class Volume(Closing):
         heads = [(s.num_files(num_spares, num_private), s.nbytes) if s else (0, 0) for s in spared]
         spare_nbytes = spares_nbytes(spared, num_spares, num_private)
         with self._reserving:
-            free = spaces_of(self._open, self._weights)
+            free = spaces_of(self._open, self.weights)
             spaces = share_with_spares(free, sizes_nbytes, spare_nbytes, num_spares=num_spares)
             buffers = stripe(sizes_nbytes, spaces, stripe_nbytes=self._stripe_nbytes)
             before = [opened.directory.size_nbytes for opened in self._open]
@@ -211,7 +202,7 @@ class Volume(Closing):
             for path_index, run, at in placed
             for part, checksums in self._checked(path_index, run)
         ]
-        ticket = self._engine.submit("read", self._segments(placed), priority)
+        ticket = self.engine.submit("read", self._segments(placed), priority)
         return CheckedRead(ticket, expected, self._num_threads) if expected else ticket
 
     def write(
@@ -234,7 +225,7 @@ class Volume(Closing):
         if self._checksums is not None:  # With `verify` before the write: the next read needs them.
             checksums = self._checksums.digests(address, nbytes, digests, is_now=is_undecided)
         # Queued, then recorded: a refused write leaves the old bytes and checksums.
-        ticket = self._engine.submit("write", self._segments(placed), priority)
+        ticket = self.engine.submit("write", self._segments(placed), priority)
         if undecided is not None:
             assert checksums is not None
             undecided.runs += [(path_index, run) for path_index, run, _ in placed]
@@ -274,7 +265,7 @@ class Volume(Closing):
         self._check_usable()
         for file in self._files():
             try:
-                self._engine.sync(file)
+                self.engine.sync(file)
             except StorageError as error:
                 self._write_failures.note(error)
                 raise
@@ -373,7 +364,7 @@ class Volume(Closing):
             for opened in self._open:
                 stack.callback(opened.directory.close, remove=remove)
             for file in self._files():
-                stack.callback(close_file, self._engine, file)
+                stack.callback(close_file, self.engine, file)
 
     def _files(self) -> list[int]:
         return [file for opened in self._open for file in opened.files]
@@ -383,7 +374,7 @@ class Volume(Closing):
         opened = OpenPath(path, directory)
         self._open.append(opened)  # First: open files are closed, also if the next open fails.
         direct = uses_direct_io(path, directory)
-        opened.files.extend(self._engine.open(path, direct=direct) for path in directory.swap_paths)
+        opened.files.extend(self.engine.open(path, direct=direct) for path in directory.swap_paths)
         if self._checksums is not None:
             self._checksums.tables.append(PageChecksums(is_fresh=job is None))
 

@@ -214,7 +214,8 @@ class SafetensorsWriter(Closing):
         """Creates the partial file and allocates its space. The umask applies to `mode`."""
         self.path = Path(path)
         self.partial_path = partial_of(self.path)
-        self.header, self._tensors, self.file_nbytes = _plan_header(tensors, metadata)
+        # `tensors`: every planned tensor with its place, in the order of the file.
+        self.header, self.tensors, self.file_nbytes = _plan_header(tensors, metadata)
         # The number of missing elements. An empty tensor is in the table until it is written.
         self._left = {info.name: math.prod(info.shape) for info in tensors}
         self._finished = False
@@ -234,14 +235,9 @@ class SafetensorsWriter(Closing):
         """Whether every tensor has been written."""
         return not self._left
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every planned tensor with its place, in the order of the file."""
-        return self._tensors
-
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes `tensor` (CPU, planned dtype and shape) as `name`, once for each name."""
-        info = self._tensors[name]
+        info = self.tensors[name]
         assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), (
             f"{name}: planned {info.shape} {info.dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
         )
@@ -252,7 +248,7 @@ class SafetensorsWriter(Closing):
 
         Every element must be written exactly once.
         """
-        info = self._tensors[name]
+        info = self.tensors[name]
         assert part.device.type == "cpu", f"{name} is on {part.device}"
         assert part.dtype is info.dtype, (name, part.dtype, info.dtype)
         assert part.numel() <= self._left.get(name, -1), f"{name} was written before"

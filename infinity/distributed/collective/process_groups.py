@@ -49,14 +49,9 @@ class DeviceGroups:
         self.sums = sums
         self.node_gathers = node_gathers
         self._lock = threading.Lock()
-        self._is_aborted = False
+        self.is_aborted = False  # An operation may wait for ever then.
         self._ending: list[threading.Thread] = []
         self._end_s = 0.0
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether `abort` was called: an operation may wait for ever."""
-        return self._is_aborted  # GIL: it becomes true once.
 
     def leave(self) -> None:
         """Shuts the groups down, which frees the memory of their communicators, after all ranks
@@ -68,7 +63,7 @@ class DeviceGroups:
         would free its name, and the next group of these ranks would meet under the same keys of the
         store, where the addresses of this one are.
         """
-        for group in () if self._is_aborted else self._all:
+        for group in () if self.is_aborted else self._all:
             with contextlib.suppress(Exception):
                 if dist.get_backend(group) != "gloo":
                     group.shutdown()
@@ -83,8 +78,8 @@ class DeviceGroups:
         `ncclGroupStart` in this thread would not join them: PyTorch calls NCCL in further threads.
         """
         with self._lock:
-            if not self._is_aborted:
-                self._is_aborted, self._end_s = True, time.monotonic() + _ABORT_S
+            if not self.is_aborted:
+                self.is_aborted, self._end_s = True, time.monotonic() + _ABORT_S
             if not any(thread.is_alive() for thread in self._ending):
                 self._ending = []
                 for group in self._all:

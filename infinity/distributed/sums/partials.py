@@ -86,14 +86,9 @@ class PartialGradients:
         self._counters = counters
         self._scratch = ScratchSpace(volume) if volume is not None else None
         self._changed = threading.Condition()  # Guards the two below.
-        self._kept_nbytes = 0
+        self.kept_nbytes = 0  # In memory.
         self._high_water_nbytes = 0
         self._moving = threading.Lock()  # Of the window.
-
-    @property
-    def kept_nbytes(self) -> int:
-        """The bytes in memory."""
-        return self._kept_nbytes  # GIL: a figure for tests and messages.
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -200,12 +195,12 @@ class PartialGradients:
         them.
         """
         with self._changed:
-            self._kept_nbytes -= released_nbytes
+            self.kept_nbytes -= released_nbytes
             # INV-4: partial gradients keep to their budget.
-            is_there = must or self._kept_nbytes + nbytes <= self.budget_nbytes
+            is_there = must or self.kept_nbytes + nbytes <= self.budget_nbytes
             if is_there:
-                self._kept_nbytes += nbytes
-                self._high_water_nbytes = max(self._high_water_nbytes, self._kept_nbytes)
+                self.kept_nbytes += nbytes
+                self._high_water_nbytes = max(self._high_water_nbytes, self.kept_nbytes)
                 self._counters.set("ranks_reduce_buffer_high_water_nbytes", self._high_water_nbytes)
             if released_nbytes:
                 self._changed.notify_all()
@@ -216,7 +211,7 @@ class PartialGradients:
         return CapacityError(
             "host",
             needed_nbytes=nbytes,
-            available_nbytes=max(0, self.budget_nbytes - self._kept_nbytes),
+            available_nbytes=max(0, self.budget_nbytes - self.kept_nbytes),
             key="distributed.reduce_buffer",
             remedy="raise distributed.reduce_buffer, or place gradients on nvme, where gradients "
             "that do not fit can wait",
@@ -226,7 +221,7 @@ class PartialGradients:
 
     def _release(self, nbytes: int) -> None:
         with self._changed:
-            self._kept_nbytes -= nbytes
+            self.kept_nbytes -= nbytes
             self._changed.notify_all()
 
     def _end(self, partial: PartialGradient) -> None:

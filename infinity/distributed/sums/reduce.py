@@ -19,7 +19,6 @@ from infinity.distributed.sums.partials import wire_code
 from infinity.distributed.sums.progress import (
     Contributions,
     GradientReport,
-    SumProgress,
     refuse_other_generation,
 )
 from infinity.distributed.wire.failures import ending_all
@@ -69,7 +68,7 @@ class DistributedGradients(GradientSink):
     ) -> None:
         """`sums_memory`: that of `local`."""
         self.local, self.sums = local, sums
-        self.owned, self.norms = self.sums.store, self.sums.norms
+        self.owned, self.norms, self.progress = sums.store, sums.norms, sums.progress
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
         self._buckets, self._sums_memory = buckets, sums_memory
@@ -81,11 +80,6 @@ class DistributedGradients(GradientSink):
         self._sent_as: dict[TensorSpec, torch.dtype | None] = {}
         self._norms_of_ranks = NormsOfRanks(self._shares)
         self._sending: list[RemoteRequest] = []  # Parts of sums that rest on this rank.
-
-    @property
-    def progress(self) -> SumProgress:
-        """How far the sums of this rank's shards are."""
-        return self.sums.progress
 
     # -- In ----------------------------------------------------------------------------------------
 
