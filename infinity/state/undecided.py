@@ -94,16 +94,12 @@ class UndecidedState:
         self._pool = pool
         self._leaves_home = leaves_home
         self._beside: dict[int, _Beside] = {}
-        self._contents: dict[int, UndecidedContent] = {}
+        # The targets of writes of each undecided unit to NVMe.
+        self.contents: dict[int, UndecidedContent] = {}
         self._idle: defaultdict[int, list[Block]] = defaultdict(list)  # By size.
         self._taken: set[Range] = set()  # Memory of the pool, whosever bytes are there.
         self._away: dict[Range, tuple[Unit, StateKind]] = {}  # The homes that lie in it.
         pool.add_giver(Giver.IDLE_HOMES, lambda _: self.give_back())
-
-    @property
-    def contents(self) -> Mapping[int, UndecidedContent]:
-        """The targets of writes of each undecided unit to NVMe, by unit; it follows changes."""
-        return self._contents
 
     @property
     def has_space(self) -> bool:
@@ -143,7 +139,7 @@ class UndecidedState:
 
     def free(self, unit: Unit) -> None:
         """Ends the use of a unit's memory. No update of it is undecided."""
-        assert unit.index not in self._contents
+        assert unit.index not in self.contents
         beside = self._beside.pop(unit.index, None)
         if beside is not None:
             self._put_back(beside.blocks.values())
@@ -196,7 +192,7 @@ class UndecidedState:
         if beside is not None:
             beside.is_filled = False
             beside.arrays = {k: self._pool.tensor(block) for k, block in beside.blocks.items()}
-        content = self._contents[unit.index] = UndecidedContent()
+        content = self.contents[unit.index] = UndecidedContent()
         return content
 
     def into(self, unit: Unit) -> Mapping[StateKind, torch.Tensor]:
@@ -231,7 +227,7 @@ class UndecidedState:
     def publish(self, unit: Unit) -> None:
         """Makes what an undecided update has written to NVMe the unit's state, if there is one.
         Nobody reads the unit before `bring_home`."""
-        content = self._contents.pop(unit.index, None)
+        content = self.contents.pop(unit.index, None)
         if content is not None and content.runs:
             assert self.store.volume is not None
             self.store.volume.publish(content)
@@ -240,7 +236,7 @@ class UndecidedState:
         """Makes what an update has written beside the host's bytes the unit's state: all of the
         unit is updated, its weights are checked in, and nobody reads it. Its memory stays until
         `free`."""
-        assert unit.index not in self._contents
+        assert unit.index not in self.contents
         beside = self._beside.get(unit.index)
         if beside is None or not beside.arrays:
             return
@@ -258,7 +254,7 @@ class UndecidedState:
 
     def drop(self, unit: Unit) -> None:
         """Takes an undecided update back, if there is one. Its memory stays until `free`."""
-        self._contents.pop(unit.index, None)
+        self.contents.pop(unit.index, None)
         beside = self._beside.get(unit.index)
         if beside is not None:
             beside.arrays = {}

@@ -32,8 +32,8 @@ class AccessOrder:
             self._feeders.setdefault(unit, []).append(feeder)
         self.epoch = 0
         self.moved: list[int] = []
-        self._steps = 0  # Of the cursor, in this epoch.
-        self._order: tuple[int, ...] = ()
+        self.now = 0  # The next use of all, counted as `next_use` does.
+        self.order: tuple[int, ...] = ()  # As recorded, of one pass.
         self._places: dict[int, list[int]] = {}
         self._cursor = 0
         self._recorded: list[int] = []
@@ -41,24 +41,19 @@ class AccessOrder:
         self._other: tuple[Any, ...] = (), {}, 0, []  # The order of the other kind of pass.
         self.misses = 0
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The units in the recorded order of one pass."""
-        return self._order
-
     def turn_to(self, kind: str) -> None:
         """A pass of the kind, "train" or "eval", begins or goes on."""
         if kind != self._kind:
-            other = self._order, self._places, self._cursor, self._recorded
-            self._order, self._places, self._cursor, self._recorded = self._other
+            other = self.order, self._places, self._cursor, self._recorded
+            self.order, self._places, self._cursor, self._recorded = self._other
             self._kind, self._other = kind, other
             self._begin_epoch()
 
     def begin(self) -> None:
         """A new pass starts; what the last one recorded becomes the prediction."""
         recorded = tuple(self._recorded)
-        if recorded and recorded != self._order:
-            self._order = recorded
+        if recorded and recorded != self.order:
+            self.order = recorded
             self._places = {}
             for place, unit in enumerate(recorded):
                 self._places.setdefault(unit, []).append(place)
@@ -68,7 +63,7 @@ class AccessOrder:
 
     def _begin_epoch(self) -> None:
         self.epoch += 1
-        self._steps = 0
+        self.now = 0
         self.moved.clear()
 
     def visit(self, unit: int) -> bool:
@@ -77,17 +72,17 @@ class AccessOrder:
             self._recorded.append(unit)
         use = self.next_use(unit)
         if use == NEVER:
-            self.misses += bool(self._order)
+            self.misses += bool(self.order)
             return False
-        distance = use - self._steps
+        distance = use - self.now
         if distance > _MOST_SKIPPED or len(self.moved) > _RECORD_LIMIT:
             self._begin_epoch()
         else:
             for step in range(distance + 1):
-                reached = self._order[(self._cursor + step) % len(self._order)]
+                reached = self.order[(self._cursor + step) % len(self.order)]
                 self.moved += (reached, *self._feeders.get(reached, ()))
-            self._steps += distance + 1
-        self._cursor = (self._cursor + distance + 1) % len(self._order)
+            self.now += distance + 1
+        self._cursor = (self._cursor + distance + 1) % len(self.order)
         self.misses += distance != 0
         return distance == 0
 
@@ -97,35 +92,30 @@ class AccessOrder:
         places = self._places.get(self._stands_for.get(unit, unit))
         if not places:
             return NEVER
-        cycles, first = divmod(self._cursor + beyond + 1, len(self._order))
+        cycles, first = divmod(self._cursor + beyond + 1, len(self.order))
         index = bisect_left(places, first)
-        place = places[index] if index < len(places) else places[0] + len(self._order)
-        return self._steps + cycles * len(self._order) + place - self._cursor
+        place = places[index] if index < len(places) else places[0] + len(self.order)
+        return self.now + cycles * len(self.order) + place - self._cursor
 
     def distance(self, unit: int, *, beyond: int = -1) -> int:
         """Uses of other units expected before the next use of this one; NEVER if none is known.
         Uses at a distance of `beyond` or less do not count."""
         use = self.next_use(unit, beyond=beyond)
-        return use if use == NEVER else use - self._steps
-
-    @property
-    def now(self) -> int:
-        """The next use of all, counted as `next_use` does."""
-        return self._steps
+        return use if use == NEVER else use - self.now
 
     def unit_at(self, use: int) -> int:
         """The unit of an expected use, counted as `next_use` does."""
-        return self._order[(self._cursor + use - self._steps) % len(self._order)]
+        return self.order[(self._cursor + use - self.now) % len(self.order)]
 
     def end(self, *, this_pass: bool = False) -> int:
         """The use behind those of the next full cycle; with `this_pass`, behind those of the pass
         that has begun."""
-        count = len(self._order)
+        count = len(self.order)
         if this_pass:
             is_over = self._cursor == 0 and bool(self._recorded)
             count = 0 if is_over else count - self._cursor
-        return self._steps + count
+        return self.now + count
 
     def upcoming(self) -> Iterator[int]:
         """The units of the next full cycle in expected order, each once."""
-        yield from dict.fromkeys((*self._order[self._cursor :], *self._order[: self._cursor]))
+        yield from dict.fromkeys((*self.order[self._cursor :], *self.order[: self._cursor]))

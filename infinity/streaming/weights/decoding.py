@@ -74,7 +74,8 @@ class WeightDecoding:
         self._ranges = RangeAllocator(0)  # Of the zone.
         self._in_zone: dict[Block, tuple[Range, Weights]] = {}
         self._has_second_memory = False
-        self._staged: Weights | None = None
+        # The unit that holds the device's memory for bytes that are decoded later.
+        self.staged: Weights | None = None
         self._memory = 0  # Of the device, for stored bytes: the last that was taken.
         self._staged_memory = 0
         self._passing: dict[int, int] = {}  # Memories of all-gathers that are not settled, by unit.
@@ -183,28 +184,23 @@ class WeightDecoding:
         both = (1 - self._memory, self._memory)
         return next((memory for memory in both if memory not in self._passing.values()), None)
 
-    @property
-    def staged(self) -> Weights | None:
-        """The unit that holds the device's memory for bytes that are decoded later."""
-        return self._staged
-
     def lend_staging(self, weights: Weights) -> int:
         """Gives the unit such memory. No other unit holds any."""
         memory = self._lendable()
-        assert self._staged is None and self.can_stage(weights.unit) and memory is not None
-        self._staged, self._staged_memory, self._memory = weights, memory, memory
+        assert self.staged is None and self.can_stage(weights.unit) and memory is not None
+        self.staged, self._staged_memory, self._memory = weights, memory, memory
         return memory
 
     def _take_memory(self) -> int:
         """Returns the memory that was not the last to be taken, if no unit holds it."""
         if self._has_second_memory:
-            is_held = self._staged is not None and self._staged_memory != self._memory
+            is_held = self.staged is not None and self._staged_memory != self._memory
             self._memory = self._memory if is_held else 1 - self._memory
         return self._memory
 
     def free_staging(self) -> None:
         """Takes the memory back: what was issued for it comes before the next use."""
-        self._staged = None
+        self.staged = None
 
     def begin_pass(self, weights: Weights, memory: int) -> None:
         """Notes that an all-gather passes a memory on its way to the unit's region, whenever the
@@ -223,7 +219,7 @@ class WeightDecoding:
         Raises CapacityError if there is no space for that block.
         """
         region, block = weights.region, weights.block
-        if self._staged is weights:
+        if self.staged is weights:
             copy = self._device.attach_decoded(region, None, self.on_device(weights))
             self.free_staging()
             return copy
@@ -242,7 +238,7 @@ class WeightDecoding:
         def fill(content: torch.Tensor) -> None:
             plan.decode(content, region.content)
 
-        memory = self._staged_memory if self._staged is weights else self._take_memory()
+        memory = self._staged_memory if self.staged is weights else self._take_memory()
         return Decoding(stored.nbytes, memory, fill)
 
     def decode(self, weights: Weights, block: Block) -> Block:
