@@ -81,7 +81,7 @@ class ShardUpdates(EarlyUpdates):
         self._weights = RestingWeights(store.local, undecided, pool, store.kept, shards)
         chunks = ChunkUpdates(ring, self._weights, counters, None, undecided, self._weights.digests)
         super().__init__(shards, gradients.owned, chunks, counters, settings, is_over_ranks=True)
-        self._progress = gradients.progress
+        self._progress = gradients.sums.progress
         self._store = store
         self._pending, self._kept = store.pending, store.kept
         self._pool = pool

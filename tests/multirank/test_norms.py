@@ -68,7 +68,7 @@ def _await_sums(engine: Any) -> None:
     dist.barrier()
     gradients, deadline_s = engine.gradients, time.monotonic() + PATIENCE_S
     tensors = list(gradients.sums._owned)
-    while not all(gradients.progress.is_sum_complete(tensor) for tensor in tensors):
+    while not all(gradients.sums.progress.is_sum_complete(tensor) for tensor in tensors):
         assert time.monotonic() < deadline_s
         with engine._lock:
             gradients._take_buckets()

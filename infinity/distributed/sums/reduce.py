@@ -68,7 +68,7 @@ class DistributedGradients(GradientSink):
     ) -> None:
         """`sums_memory`: that of `local`."""
         self.local, self.sums = local, sums
-        self.owned, self.norms, self.progress = sums.store, sums.norms, sums.progress
+        self.owned, self.norms = sums.store, sums.norms
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
         self._buckets, self._sums_memory = buckets, sums_memory
@@ -204,7 +204,7 @@ class DistributedGradients(GradientSink):
         refuse_other_generation(self._tensors.specs, reports)
         self._take_norms(reports)
         present = numpy.logical_or.reduce([report.present for report in reports])
-        self.progress.begin_step()
+        self.sums.progress.begin_step()
         self.sums.take_in(all_are_there=True)
         self._turns.begin_step()
         self._tensors.begin_step(present)
