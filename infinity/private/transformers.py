@@ -54,7 +54,7 @@ ATTRIBUTES = frozenset(
         # accelerate.Accelerator.prepare, peft.tuners.lora.layer.ParamWrapper
         "_is_accelerate_prepared", "_did_swap_in_out_features",
         # trl.GRPOTrainer
-        "_last_loaded_step", "_tokenize_prompts",
+        "_buffered_inputs", "_last_loaded_step", "_tokenize_prompts",
         # Models of diffusers, and pipelines of FLUX and Qwen-Image
         "_keep_in_fp32_modules", "_pack_latents", "_prepare_latent_image_ids", "_unpack_latents",
     }
