@@ -41,7 +41,7 @@ _DIGITS = 5
 
 LogProbs = list[list[float]]  # Of the second and later tokens of each prompt.
 Pair = tuple[torch.Tensor, torch.Tensor]  # A and B of a layer, as PEFT stores them.
-Change = Callable[[Pair, int], Pair]  # The int is the number of experts.
+Change = Callable[[torch.Tensor, torch.Tensor, int], Pair]  # The int is the number of experts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def make_sheet(
         faults = []
         for number, (group, fault) in enumerate(planned, start=1):
             progress(description=f"{group}: {fault}", completed=number)
-            with _changed([layers[name] for name in groups[group]], FAULTS[fault]):
+            with _changed([layers[name] for name in groups[group]], FAULTS[fault][1]):
                 values = _log_probs(adapted, asked[:_FAULT_PROMPTS])
                 faults.append(FaultSignature(group, fault, values))
     finally:
@@ -207,78 +207,50 @@ def _groups(names: list[str], locate: Locate) -> dict[str, list[str]]:
     return found
 
 
-def _faults_of(group: str, layers: list[Any], names: list[str]) -> Iterator[str]:
-    """Yields the faults that change something in a group. Without all modules there is the base."""
-    yield from (HALVED, DOUBLED) if group == ALL else (MISSING, HALVED, DOUBLED)
-    counts = {getattr(layer, "num_experts", 1) for layer in layers}
-    if group == ALL or group.startswith("layer "):
-        return
-    if max(counts) == 1:
-        yield "B read as its transpose"
-        return
-    yield from _OF_EXPERTS
-    if max(counts) > 10:
-        yield "experts in the order of their numbers as text"
-    if all(name.endswith("gate_up_proj") for name in names):
-        yield from _OF_HALVES
-
-
-def _scaled(factor: float) -> Change:
-    return lambda pair, _count: (pair[0], pair[1] * factor)
-
-
-def _transposed(pair: Pair, _count: int) -> Pair:
-    return pair[0], pair[1].T.reshape(pair[1].shape)
+def _faults_of(group: str, layers: list[Any], names: list[str]) -> list[str]:
+    """Returns the faults that change something in a group. Without all modules there is the
+    base."""
+    kinds, most = ["scale"], max(getattr(layer, "num_experts", 1) for layer in layers)
+    if group != ALL and not group.startswith("layer "):
+        kinds += ["experts" if most > 1 else "matrix", *["more than ten"] * (most > 10)]
+        kinds += ["halves"] * (most > 1 and all(name.endswith("gate_up_proj") for name in names))
+    found = [fault for fault, (kind, _) in FAULTS.items() if kind in kinds]
+    return found[1:] if group == ALL else found
 
 
 def _in_order(order: Callable[[int], list[int]]) -> Change:
-    def change(pair: Pair, count: int) -> Pair:
-        (a, b), index = pair, order(count)
-        rows = a.reshape(count, -1, a.shape[-1])[index].reshape(a.shape)
-        return rows, b.reshape(len(b), -1, count)[..., index].reshape(b.shape)
+    def change(a: torch.Tensor, b: torch.Tensor, count: int) -> Pair:
+        index = order(count)
+        return a.reshape(count, -1, a.shape[-1])[index], b.reshape(len(b), -1, count)[..., index]
 
     return change
 
 
-def _by_expert_first(pair: Pair, count: int) -> Pair:
-    a, b = pair
-    return a, b.reshape(len(b), count, -1).transpose(1, 2).reshape(b.shape)
-
-
-def _without_last_half(pair: Pair, count: int) -> Pair:
-    a, b = pair
+def _without_last_half(a: torch.Tensor, b: torch.Tensor, count: int) -> Pair:
     kept = torch.arange(count, device=b.device) < (count + 1) // 2
-    return a, (b.reshape(len(b), -1, count) * kept).reshape(b.shape)
+    return a, b.reshape(len(b), -1, count) * kept
 
 
-def _halves_swapped(pair: Pair, _count: int) -> Pair:
-    return pair[0], torch.cat(pair[1].chunk(2)[::-1])
-
-
-def _halves_interleaved(pair: Pair, _count: int) -> Pair:
-    a, b = pair
-    return a, b.reshape(2, -1, b.shape[-1]).transpose(0, 1).reshape(b.shape)
-
-
-_OF_EXPERTS: dict[str, Change] = {
-    "columns of B read by expert, then rank": _by_expert_first,
-    "experts shifted by one": _in_order(lambda n: [*range(1, n), 0]),
-    "experts in reverse order": _in_order(lambda n: list(range(n))[::-1]),
-    "last half of the experts missing": _without_last_half,
-}
-_OF_HALVES: dict[str, Change] = {
-    "gate and up swapped": _halves_swapped,
-    "gate and up interleaved": _halves_interleaved,
-}
-FAULTS: dict[str, Change] = {
-    MISSING: _scaled(0.0),
-    HALVED: _scaled(0.5),
-    DOUBLED: _scaled(2.0),
-    "B read as its transpose": _transposed,
-    "experts in the order of their numbers as text": _in_order(lambda n: sorted(range(n), key=str)),
-    **_OF_EXPERTS,
-    **_OF_HALVES,
-}
+# What each fault is one of, and what it makes of A and B, in any shape of theirs.
+FAULTS: dict[str, tuple[str, Change]] = {
+    MISSING: ("scale", lambda a, b, _: (a, b * 0.0)),
+    HALVED: ("scale", lambda a, b, _: (a, b * 0.5)),
+    DOUBLED: ("scale", lambda a, b, _: (a, b * 2.0)),
+    "B read as its transpose": ("matrix", lambda a, b, _: (a, b.T)),
+    "columns of B read by expert, then rank": (
+        "experts", lambda a, b, count: (a, b.reshape(len(b), count, -1).transpose(1, 2)),
+    ),
+    "experts shifted by one": ("experts", _in_order(lambda n: [*range(1, n), 0])),
+    "experts in reverse order": ("experts", _in_order(lambda n: [*range(n)][::-1])),
+    "last half of the experts missing": ("experts", _without_last_half),
+    "experts in the order of their numbers as text": (
+        "more than ten", _in_order(lambda n: sorted(range(n), key=str)),
+    ),
+    "gate and up swapped": ("halves", lambda a, b, _: (a, torch.cat(b.chunk(2)[::-1]))),
+    "gate and up interleaved": (
+        "halves", lambda a, b, _: (a, b.reshape(2, -1, b.shape[-1]).transpose(0, 1)),
+    ),
+}  # fmt: skip
 
 
 @contextmanager
@@ -289,7 +261,7 @@ def _changed(layers: list[Any], change: Change) -> Iterator[None]:
     for layer in layers:
         with _factors_of(layer) as pair:
             kept.append((pair[0].clone(), pair[1].clone()))
-            _copy(change(kept[-1], getattr(layer, "num_experts", 1)), pair)
+            _copy(change(*kept[-1], getattr(layer, "num_experts", 1)), pair)
     try:
         yield
     finally:
@@ -307,4 +279,4 @@ def _factors_of(layer: Any) -> Iterator[Pair]:
 
 def _copy(values: Pair, targets: Pair) -> None:
     for value, target in zip(values, targets, strict=True):
-        target.copy_(value)
+        target.copy_(value.reshape(target.shape))
