@@ -43,50 +43,45 @@ Format = Literal["fp8", "int4", "nf4"]
 _KEPT = re.compile(r"(^|\.)(lm_head|score|embed\w*|\w*embed(ding)?s?|wte|wpe)$")
 
 
-def _fp8_table(kept: list[str]) -> dict[str, Any]:
-    return {
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-        "weight_block_size": [128, 128], "modules_to_not_convert": kept,
-    }  # fmt: skip
-
-
-def _int4_table(kept: list[str]) -> dict[str, Any]:
-    weights: dict[str, Any] = {
-        "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32,
-        "num_bits": 4, "observer": "minmax", "observer_kwargs": {}, "strategy": "group",
-        "symmetric": True, "type": "int",
-    }  # fmt: skip
-    group = {
-        "input_activations": None, "output_activations": None, "targets": ["Linear"],
-        "weights": weights,
-    }  # fmt: skip
-    return {
-        "config_groups": {"group_0": group}, "format": "pack-quantized", "ignore": kept,
-        "kv_cache_scheme": None, "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    }  # fmt: skip
-
-
-def _nf4_table(kept: list[str]) -> dict[str, Any]:
-    return {
-        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
-        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True, "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": kept,
-        "llm_int8_threshold": 6.0, "load_in_4bit": True, "load_in_8bit": False,
-        "quant_method": "bitsandbytes",
-    }  # fmt: skip
-
-
-# How a format is published: its codec by the dtype of the weight, and its table in config.json by
-# the modules that stay.
-FORMATS: Mapping[
-    str, tuple[Callable[[torch.dtype], Codec], Callable[[list[str]], dict[str, Any]]]
-] = {
-    "fp8": (lambda _: FloatBlocks(), _fp8_table),
-    "int4": (lambda _: AffineGroups(), _int4_table),
-    "nf4": (lambda dtype: TableBlocks(stored=FORMS[dtype]), _nf4_table),
-}
+# How a format is published: its codec by the dtype of the weight, its table in config.json, and the
+# key there of the modules that stay.
+FORMATS: Mapping[str, tuple[Callable[[torch.dtype], Codec], dict[str, Any], str]] = {
+    "fp8": (
+        lambda _: FloatBlocks(),
+        {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "modules_to_not_convert",
+    ),
+    "int4": (
+        lambda _: AffineGroups(),
+        {
+            "config_groups": {"group_0": {
+                "input_activations": None, "output_activations": None, "targets": ["Linear"],
+                "weights": {
+                    "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32,
+                    "num_bits": 4, "observer": "minmax", "observer_kwargs": {}, "strategy": "group",
+                    "symmetric": True, "type": "int",
+                },
+            }},
+            "format": "pack-quantized", "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        },
+        "ignore",
+    ),
+    "nf4": (
+        lambda dtype: TableBlocks(stored=FORMS[dtype]),
+        {
+            "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True, "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False, "llm_int8_threshold": 6.0, "load_in_4bit": True,
+            "load_in_8bit": False, "quant_method": "bitsandbytes",
+        },
+        "llm_int8_skip_modules",
+    ),
+}  # fmt: skip
 
 
 def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
@@ -96,7 +91,7 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
     for packed experts, for which the formats have no published layout.
     """
     refuse_no_directory(directory)
-    source, (codec_of, table_of) = weight_source(directory), FORMATS[to]
+    source, (codec_of, table, key_of_kept) = weight_source(directory), FORMATS[to]
     plan = DirectoryPlan.of(source, without_quantisation(read_config(directory)))
     kept, num_quantised, codecs = [], 0, set[type[Codec]]()
     for name in source.names():
@@ -116,7 +111,7 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
         raise ConfigError(f"{directory} has no matrix that {to} can store")
     if codecs != {Plain}:
         _log.warning("%s is quantised: its weights are rounded a second time", directory)
-    plan.config["quantization_config"] = table_of(kept)
+    plan.config["quantization_config"] = {**table, key_of_kept: kept}
     return plan
 
 
