@@ -12,9 +12,9 @@ import gc
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,21 +34,32 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the pipeline of a family calls its transformer.
+    """How the pipeline of a family calls its encoders and its transformer.
 
     transformer: the class, whose name config.json has
-    embeddings: returns what the text encoders make of a caption, one row of each argument
     predict: calls the transformer for noisy latents; returns the velocity in their shape
     most_tokens: of a caption, above which the pipeline refuses to generate; None if it never does
     has_frames: latents are those of a film of one frame, and have a mean and a deviation for each
         channel; otherwise one shift and one scale for all
+    num_prompts: of `encode_prompt`, one for each encoder, which takes the first where it has None
+    pooled: the place of the pooled embedding in what `encode_prompt` returns; None without one
+    options: of `encode_prompt`
     """
 
     transformer: str
-    embeddings: Callable[[Any, str, int], Tensors]
     predict: Callable[[Denoising, Any, Tensor, Tensor, Tensors], Tensor]
     most_tokens: int | None
     has_frames: bool = False
+    num_prompts: int = 1
+    pooled: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def embeddings(self, pipeline: Any, caption: str, length: int) -> Tensors:
+        """Returns what the text encoders make of a caption, one row of each argument."""
+        prompts = [[caption], *[None] * (self.num_prompts - 1)]
+        found = pipeline.encode_prompt(*prompts, max_sequence_length=length, **self.options)
+        places = {"encoder_hidden_states": 0, "pooled_projections": self.pooled}
+        return {name: found[place][0] for name, place in places.items() if place is not None}
 
 
 class Denoising:
@@ -324,58 +335,31 @@ def _numbers(index: Path, table: dict[str, Any], part: str, scheduler: Any) -> r
 # -- Families --------------------------------------------------------------------------------------
 
 
-def _flux_text(pipeline: Any, caption: str, length: int) -> Tensors:
-    text, pooled, _ = pipeline.encode_prompt([caption], None, max_sequence_length=length)
-    return {"encoder_hidden_states": text[0], "pooled_projections": pooled[0]}
+def _packed(own: Denoising, model: Any, noisy: Tensor, times: Tensor, **arguments: Any) -> Tensor:
+    """For a transformer that takes patches, a guidance, and further `arguments` of its family."""
+    guidance = own.guidance(model, len(noisy), noisy.device)
+    found = model(
+        hidden_states=own.packed(noisy), timestep=times / 1000, guidance=guidance,
+        return_dict=False, **arguments,
+    )[0]  # fmt: skip
+    return own.unpacked(found, noisy)
 
 
 def _flux(own: Denoising, model: Any, noisy: Tensor, times: Tensor, batch: Tensors) -> Tensor:
-    text = batch["encoder_hidden_states"]
-    found = model(
-        hidden_states=own.packed(noisy),
-        timestep=times / 1000,
-        guidance=own.guidance(model, len(noisy), noisy.device),
-        pooled_projections=batch["pooled_projections"],
-        encoder_hidden_states=text,
-        txt_ids=text.new_zeros(text.shape[1], 3),
-        img_ids=own.positions(noisy),
-        return_dict=False,
-    )[0]
-    return own.unpacked(found, noisy)
-
-
-def _qwen_text(pipeline: Any, caption: str, length: int) -> Tensors:
-    text, mask = pipeline.encode_prompt([caption], max_sequence_length=length)
-    assert mask is None or bool(mask.all())  # Of a single caption.
-    return {"encoder_hidden_states": text[0]}
+    text, pooled = batch["encoder_hidden_states"], batch["pooled_projections"]
+    return _packed(
+        own, model, noisy, times, encoder_hidden_states=text, pooled_projections=pooled,
+        txt_ids=text.new_zeros(text.shape[1], 3), img_ids=own.positions(noisy),
+    )  # fmt: skip
 
 
 def _qwen(own: Denoising, model: Any, noisy: Tensor, times: Tensor, batch: Tensors) -> Tensor:
+    text, mask = batch["encoder_hidden_states"], batch.get("encoder_hidden_states_mask")
     shape = (1, noisy.shape[-2] // 2, noisy.shape[-1] // 2)
-    found = model(
-        hidden_states=own.packed(noisy),
-        timestep=times / 1000,
-        guidance=own.guidance(model, len(noisy), noisy.device),
-        encoder_hidden_states=batch["encoder_hidden_states"],
-        encoder_hidden_states_mask=batch.get("encoder_hidden_states_mask"),
+    return _packed(
+        own, model, noisy, times, encoder_hidden_states=text, encoder_hidden_states_mask=mask,
         img_shapes=[[shape]] * len(noisy),
-        return_dict=False,
-    )[0]
-    return own.unpacked(found, noisy)
-
-
-def _sd3_text(pipeline: Any, caption: str, length: int) -> Tensors:
-    text, _, pooled, _ = pipeline.encode_prompt(
-        [caption], None, None, do_classifier_free_guidance=False, max_sequence_length=length
-    )
-    return {"encoder_hidden_states": text[0], "pooled_projections": pooled[0]}
-
-
-def _wan_text(pipeline: Any, caption: str, length: int) -> Tensors:
-    text, _ = pipeline.encode_prompt(
-        [caption], do_classifier_free_guidance=False, max_sequence_length=length
-    )
-    return {"encoder_hidden_states": text[0]}
+    )  # fmt: skip
 
 
 def _plain(own: Denoising, model: Any, noisy: Tensor, times: Tensor, batch: Tensors) -> Tensor:
@@ -386,9 +370,12 @@ def _plain(own: Denoising, model: Any, noisy: Tensor, times: Tensor, batch: Tens
     return found
 
 
+_ALONE = {"do_classifier_free_guidance": False}
 FAMILIES = {
-    "FluxPipeline": Family("FluxTransformer2DModel", _flux_text, _flux, 512),
-    "QwenImagePipeline": Family("QwenImageTransformer2DModel", _qwen_text, _qwen, 1024, True),
-    "StableDiffusion3Pipeline": Family("SD3Transformer2DModel", _sd3_text, _plain, 512),
-    "WanPipeline": Family("WanTransformer3DModel", _wan_text, _plain, None, True),
+    "FluxPipeline": Family("FluxTransformer2DModel", _flux, 512, num_prompts=2, pooled=1),
+    "QwenImagePipeline": Family("QwenImageTransformer2DModel", _qwen, 1024, has_frames=True),
+    "StableDiffusion3Pipeline": Family(
+        "SD3Transformer2DModel", _plain, 512, num_prompts=3, pooled=2, options=_ALONE
+    ),
+    "WanPipeline": Family("WanTransformer3DModel", _plain, None, has_frames=True, options=_ALONE),
 }
