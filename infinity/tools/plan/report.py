@@ -39,9 +39,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
     return {
         "answer": answer(forecast) | {"text": " ".join(sentences(forecast))},
         "model": {
-            "name": forecast.model.name,
-            "num_params": forecast.model.num_params,
-            "active_params": forecast.model.active_params,
+            **_named(forecast.model, "name", "num_params", "active_params"),
             "units": len(forecast.model.units),
             "trained_params": frozen.trained_params if frozen else forecast.model.num_params,
             "stored_nbytes": frozen and frozen.stored.nbytes,
@@ -50,28 +48,23 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
         },
         "hardware": forecast.hardware.model_dump(),
         "batch": asdict(batch) | {"tokens_per_step": batch.tokens_per_step},
-        "placed_nbytes": forecast.placed_nbytes,
-        "host_nbytes": forecast.host_nbytes,
-        "working_nbytes": forecast.working_nbytes,
+        **_named(
+            forecast, "placed_nbytes", "host_nbytes", "working_nbytes", "num_spares",
+            "spare_nbytes", "is_tight", "tokens_per_s", "flops_per_s", "endurance_steps",
+        ),
         "memory_nbytes": memory_by_tier(forecast),
-        "num_spares": forecast.num_spares,
-        "spare_nbytes": forecast.spare_nbytes,
         "suspended_nbytes": forecast.saved,
-        "is_tight": forecast.is_tight,
         "updates": asdict(forecast.update_place),
-        "moved_nbytes": step.moved_nbytes,
-        "busy_s": step.busy_s,
-        "step_s": step.step_s,
-        "tokens_per_s": forecast.tokens_per_s,
-        "flops_per_s": forecast.flops_per_s,
+        **_named(step, "moved_nbytes", "busy_s", "step_s", "binding", "binding_share"),
         "idle_s": dict(idle_of_compute(forecast)),
-        "binding": step.binding,
-        "binding_share": step.binding_share,
         "advice": [asdict(item) for item in advice],
-        "endurance_steps": forecast.endurance_steps,
         "warnings": list(forecast.warnings),
         "ranks": None if forecast.ranks is None else asdict(forecast.ranks),
-    }
+    }  # fmt: skip
+
+
+def _named(of: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
 
 def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
@@ -311,13 +304,10 @@ def answer(forecast: Forecast) -> dict[str, Any]:
     return {
         "fits": not forecast.obstacles,
         "obstacles": forecast.obstacles,
-        "step_s": step.step_s,
-        "tokens_per_s": forecast.tokens_per_s,
-        "binding": step.binding,
-        "binding_share": step.binding_share,
+        **_named(step, "step_s", "binding", "binding_share"),
+        **_named(forecast, "tokens_per_s", "endurance_steps"),
         "read_nbytes": ranks * (moved.get(READ, 0) + moved.get(CHECKPOINT_READ, 0)),
         "written_nbytes": written_nbytes,
-        "endurance_steps": forecast.endurance_steps,
         "data": data,
         "checkpoint_drives": drives,
         "other_drives": other and {"drives": _drives(other), "step_s": other.step.step_s},

@@ -42,6 +42,12 @@ WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s", "ranks_wait_s")
 _SUMMED = (*LINKS, *WAITS, "update_s", "num_tokens")
 _NUMBERS = {*_SUMMED, "elapsed_s", "tokens_per_s", "learning_rate", "host_in_use_nbytes",
             "peak_rss_nbytes", "steps"}  # fmt: skip
+_OF_STEP = ("loss", "held_out_loss", "learning_rate", "epoch", "grad_norm", "num_tokens", "skipped",
+            "rows", "gradients")  # fmt: skip
+# Facts of a run that its summary says as they are.
+_OF_RUN = ("resumed_at", "interrupted_by", "stopped_early", "best_step", "num_parameters",
+           "update_on", "host_in_use_max_nbytes", "checkpoint", "export_directory", "sample",
+           "lost")  # fmt: skip
 _OR_NULL = {"loss", "grad_norm", "held_out_loss"}
 # The stalls of the steps and the phases of a run, each with the title of its line.
 _STEP_TIMES = {
@@ -112,15 +118,7 @@ def line_of(step: Step, before: Snapshot, after: Snapshot, elapsed_s: float) -> 
     return {
         **step.measured(),  # First: a reward may log any name.
         "step": step.number,
-        "loss": step.loss,
-        "held_out_loss": step.held_out_loss,
-        "learning_rate": step.learning_rate,
-        "epoch": step.epoch,
-        "grad_norm": step.grad_norm,
-        "num_tokens": step.num_tokens,
-        "skipped": step.skipped,
-        "rows": step.rows,
-        "gradients": step.gradients,
+        **{name: getattr(step, name) for name in _OF_STEP},
         "random": digest_of_random(),
         "elapsed_s": elapsed_s,
         "tokens_per_s": step.num_tokens / elapsed_s,  # Of all ranks.
@@ -282,13 +280,7 @@ class Summary:
             "steps_asked": self.steps,
             "steps_done": num_steps,
             "steps_skipped": num_steps - len(losses),
-            "resumed_at": self.resumed_at,
-            "interrupted_by": self.interrupted_by,
-            "stopped_early": self.stopped_early,
-            "best_step": self.best_step,
-            "num_parameters": self.num_parameters,
             "num_tokens": num_tokens,
-            "update_on": self.update_on,
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             "loss_last_mean": last_mean,
@@ -301,11 +293,7 @@ class Summary:
             "links": {name: self._link(name, elapsed_s) for name in LINKS},
             "time": self._time(elapsed_s),
             "peak_rss_nbytes": peak_rss_nbytes(),
-            "host_in_use_max_nbytes": self.host_in_use_max_nbytes,
-            "checkpoint": self.checkpoint,
-            "export_directory": self.export_directory,
-            "sample": self.sample,
-            "lost": self.lost,
+            **{name: getattr(self, name) for name in _OF_RUN},
             **({"others": {n: o.to_dict() for n, o in self.others.items()}} if self.others else {}),
         }
 
