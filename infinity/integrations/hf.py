@@ -56,6 +56,15 @@ from infinity.sizes import GIB, parse_nbytes
 
 _PREPARED = "offloaded_optimizers"  # An accelerator's attribute.
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+# Arguments that conflict with an offloaded model where they are set.
+_CONFLICTS = {
+    "fp16": "the precision is the model's: load it in bfloat16",
+    "deepspeed": "give this file to infinity.from_pretrained, or run the program by `infinity run`",
+    "fsdp": "state is offloaded by infinity.offload already",
+    "torch_compile": "compile the model's blocks before offloading",
+}
+_ONE_GPU = "one process uses one GPU: set CUDA_VISIBLE_DEVICES"
+_OTHER_OPTIMIZER = f"the optimizer is infinity.AdamW; expected one of {', '.join(_OPTIMIZERS)}"
 
 T = TypeVar("T")
 
@@ -137,23 +146,10 @@ def prepare_trainer(
 def _check_arguments(args: Any) -> None:
     """Raises ConfigError that names arguments for tasks of the engine, or for tasks it cannot
     do."""
-    faults = [
-        (args.fp16, "fp16", "the precision is the model's: load it in bfloat16"),
-        (
-            bool(args.deepspeed),
-            "deepspeed",
-            "give this file to infinity.from_pretrained, or run the program by `infinity run`",
-        ),
-        (bool(args.fsdp), "fsdp", "state is offloaded by infinity.offload already"),
-        (args.n_gpu > 1, "n_gpu", "one process uses one GPU: set CUDA_VISIBLE_DEVICES"),
-        (args.torch_compile, "torch_compile", "compile the model's blocks before offloading"),
-        (
-            str(getattr(args.optim, "value", args.optim)) not in _OPTIMIZERS,
-            "optim",
-            f"the optimizer is infinity.AdamW; expected one of {', '.join(_OPTIMIZERS)}",
-        ),
-    ]
-    wrong = [f"args.{name}: {text}" for is_wrong, name, text in faults if is_wrong]
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    wrong = [f"args.{name}: {text}" for name, text in _CONFLICTS.items() if getattr(args, name)]
+    wrong += [f"args.n_gpu: {_ONE_GPU}"] * (args.n_gpu > 1)
+    wrong += [f"args.optim: {_OTHER_OPTIMIZER}"] * (optimizer not in _OPTIMIZERS)
     if wrong:
         raise ConfigError("an offloaded model cannot be trained so: " + "; ".join(wrong))
 
