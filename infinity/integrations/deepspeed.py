@@ -297,7 +297,7 @@ def initialize(
     mine: Any = None
     if theirs is not None:
         clipping = {"max_grad_norm": facts.get("gradient_clipping") or None}
-        mine = optimizer_like(theirs, dict(model.named_parameters()), names, **clipping)
+        mine = optimizer_like(theirs, model, names, **clipping)
     lr_scheduler = _scheduler(lr_scheduler, mine, factor, facts, swap)
     engine = DeepSpeedEngine(model, mine, lr_scheduler, micro, accumulation)
     if training_data is None:

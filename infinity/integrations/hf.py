@@ -452,7 +452,7 @@ def prepare_accelerator(
         _end_autocast(accelerator, "mixed_precision", model)
     _check_ranks(model, accelerator.num_processes)
     stream_exports(model)
-    mine = optimizer_like(optimizer, dict(model.named_parameters()), names)
+    mine = optimizer_like(optimizer, model, names)
     wrapped = AcceleratedOptimizer(mine, device_placement=False)
     wrapped._is_accelerate_prepared = True
     accelerator.prepare(model, wrapped)
@@ -480,7 +480,7 @@ def prepare_parts(
         )), None)  # fmt: skip
         if theirs is None or isinstance(theirs, AcceleratedOptimizer) or not takes(model):
             continue
-        mine = optimizer_like(theirs, dict(model.named_parameters()), names)
+        mine = optimizer_like(theirs, model, names)
         made[id(model)], made[id(theirs)] = prepare_accelerator(accelerator, model, mine)
         for scheduler in parts:
             if getattr(scheduler, "optimizer", None) is theirs:
@@ -508,17 +508,15 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def optimizer_like(
-    theirs: torch.optim.Optimizer,
-    parameters: Mapping[str, Any],
-    names: Mapping[int, str],
-    **options: Any,
+    theirs: torch.optim.Optimizer, model: nn.Module, names: Mapping[int, str], **options: Any
 ) -> OffloadedOptimizer:
     """Returns the optimizer of an offloaded model with the groups of one of torch, whose parameters
-    have `names` by their ids; one of infinity as it is. Raises as `check_rule`."""
+    had `names` by their ids; one of infinity as it is. Raises as `check_rule`."""
     if isinstance(theirs, OffloadedOptimizer):
         return theirs
     check_rule(theirs)
     kept = ("lr", "initial_lr", "betas", "eps", "weight_decay")
+    parameters = dict(model.named_parameters())
     try:
         groups = [
             {"params": [parameters[names[id(p)]] for p in group["params"] if p.requires_grad]}
