@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -235,8 +234,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     words = parser.parse_args()
     effort = QUICK if words.quick else Effort()
-    with stopping_at_sigterm(), open_lab(None, words.path, effort, with_fio=True) as (lab, say):
-        lab = replace(lab, on_step=say)
+    with stopping_at_sigterm(), open_lab(None, words.path, effort, with_fio=True) as lab:
         found = environment_of(lab.directories, lab.arena)
         results = [result for name in words.only for result in run(lab, name)]
     tell(results, found, save=words.save)

@@ -172,7 +172,7 @@ def choose_config(
         output=swap,
         is_here=False,
     )
-    _, draft, said = decide(wish, found, sizes_here)
+    draft, said = decide(wish, found, sizes_here)
     config = draft.config
     where = ", ".join(config.placement.parameters)
     _log.warning(

@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -78,9 +78,9 @@ def bench(
         from infinity.tools.pictures.timeline import find_pyplot
 
         find_pyplot()  # Before minutes are spent.
-    with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=not no_fio) as (lab, say):
+    with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=not no_fio) as lab:
         environment = environment_of(lab.directories, lab.arena)
-        results = list(suite.run(replace(lab, on_step=say), sections))
+        results = list(suite.run(lab, sections))
     try:
         tell(results, environment, as_json=wants_json(), save=save)
     finally:  # Behind the tables: a plot that cannot be written costs nothing else.
@@ -112,9 +112,8 @@ def tell(
 @contextmanager
 def open_lab(
     config: Path | None, paths: list[Path] | None, effort: Effort, *, with_fio: bool
-) -> Iterator[tuple[Lab, Callable[[str], None]]]:
-    """Returns the lab for CONFIG or --path, and a function that shows one line of progress on
-    stderr.
+) -> Iterator[Lab]:
+    """Returns the lab for CONFIG or --path, whose steps show as one line of progress on stderr.
 
     Raises ConfigError for both together, and for a missing directory.
     """
@@ -145,7 +144,7 @@ def open_lab(
         Arena(effort.nbytes, huge_pages=loaded.tiers.host.huge_pages) as arena,
         console.status("starting") as status,
     ):
-        lab = Lab(
+        yield Lab(
             arena,
             tuple(directory.resolve() for directory in directories),
             loaded.io,
@@ -154,8 +153,8 @@ def open_lab(
             weights=tuple(1.0 if tier.weight == "auto" else tier.weight for tier in tiers)
             or (1.0,) * len(directories),
             huge_pages=loaded.tiers.host.huge_pages,
+            on_step=status.update,
         )
-        yield lab, status.update
 
 
 @contextmanager
@@ -233,8 +232,8 @@ def tune(
     from infinity.tools.bench.measure import QUICK
 
     effort = replace(QUICK, nbytes=128 * MIB if size is None else parse_size(size))
-    with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=False) as (lab, say):
-        choice = tuning.search(replace(lab, on_step=say), limit_s=limit_s)
+    with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=False) as lab:
+        choice = tuning.search(lab, limit_s=limit_s)
         directories = lab.directories
     names = [str(tier.path) for tier in SwapConfig.load(config).tiers.nvme]
     remark = (

@@ -29,7 +29,6 @@ from infinity.tools.cli.options import (
 
 if TYPE_CHECKING:
     from infinity.plan.directory import ModelDirectory
-    from infinity.plan.hardware import Hardware
     from infinity.plan.predict import Forecast
     from infinity.tools.plan.data_facts import DataFacts, Table
     from infinity.tools.plan.draft import Draft, Wish
@@ -128,10 +127,10 @@ def new(asked: NewOptions) -> None:
         directory = read_directory(asked.directory, purpose=purpose, num_labels=num_labels)
         _refuse_model(asked, directory)
         wish = _wish(asked, directory.shape.max_positions, _facts(asked, directory, keys))
-    machine, found, forecast = _decide(asked, wish, directory)
+    found, forecast = _decide(asked, wish, directory)
     if forecast.obstacles:
         raise ConfigError(
-            f"no file was written, because nothing fits {machine.name}: "
+            f"no file was written, because nothing fits {forecast.hardware.name}: "
             + "; ".join(forecast.obstacles)
         )
     from infinity.tools.plan.draft import file_of
@@ -148,7 +147,7 @@ def new(asked: NewOptions) -> None:
     elif not wants_json():
         typer.echo(text, nl=False)
     if wants_json():
-        reply(_answer(asked, wish, machine, found, forecast))
+        reply(_answer(asked, wish, found, forecast))
     elif not is_silent():
         for line in _lines(asked, wish, found, forecast):
             typer.echo(line, err=asked.file is None)
@@ -295,7 +294,7 @@ def _facts(asked: NewOptions, directory: ModelDirectory, keys: Table) -> DataFac
 
 def _decide(
     asked: NewOptions, wish: Wish, directory: ModelDirectory | None
-) -> tuple[Hardware, Draft, Forecast]:
+) -> tuple[Draft, Forecast]:
     from rich.console import Console
 
     from infinity.config import JobConfig
@@ -328,9 +327,7 @@ def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> l
     return lines
 
 
-def _answer(
-    asked: NewOptions, wish: Wish, machine: Hardware, found: Draft, forecast: Forecast
-) -> dict[str, Any]:
+def _answer(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> dict[str, Any]:
     from infinity.tools.plan.draft import answer_lines
     from infinity.tools.plan.report import answer
 
@@ -340,6 +337,6 @@ def _answer(
         "answer": answer(forecast),
         "steps": found.steps,
         "seconds": found.steps * forecast.step.step_s if wish.data else None,
-        "hardware": machine.model_dump(),
+        "hardware": forecast.hardware.model_dump(),
         "config": found.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
     }

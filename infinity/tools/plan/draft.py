@@ -431,10 +431,10 @@ Machine: TypeAlias = Callable[[SwapConfig, PlannedModel, Sequence[Path]], Hardwa
 
 def decide(
     wish: Wish, directory: ModelDirectory | None, machine_of: Machine
-) -> tuple[Hardware, Draft, Forecast]:
-    """Returns the machine, the first draft that fits it, and its forecast; if none fits, the last
-    draft with its obstacles. `directory` is None for the transformer of a pipeline of diffusers.
-    Raises CapacityError if the state fits in no way."""
+) -> tuple[Draft, Forecast]:
+    """Returns the first draft that fits the machine, and its forecast; if none fits, the last draft
+    with its obstacles. `directory` is None for the transformer of a pipeline of diffusers. Raises
+    CapacityError if the state fits in no way."""
     first = settle(draft(wish, None, spills=bool(wish.swap)).config)
     files, drives = files_of(first, directory), None
     if directory is None:
@@ -443,8 +443,7 @@ def decide(
         has_images = wish.noun == IMAGES
         model = model_for(first, directory.shape, directory.stored, has_images=has_images)
         drives = directory.num_drives if files and not wish.is_here else None
-    machine = machine_of(first, model, files)
-    return machine, *fit(wish, model, machine, drives)
+    return fit(wish, model, machine_of(first, model, files), drives)
 
 
 def fit(
