@@ -33,11 +33,8 @@ def advise(config: SwapConfig, model: PlannedModel, base: Forecast) -> list[Advi
     found = []
     for change, case in _changes(config, base):
         other = _forecast_of(case, model, base)
-        if other is None:
-            continue  # An impossible change is no advice,
-        if other.obstacles:
-            continue  # nor is a batch that does not fit.
-        found.append(Advice(change, other.tokens_per_s / base.tokens_per_s))
+        if other is not None and not other.obstacles:  # A batch that does not fit is no advice.
+            found.append(Advice(change, other.tokens_per_s / base.tokens_per_s))
     found += _tiles(config, model, base)
     return sorted(found, key=lambda advice: -advice.ratio)
 
