@@ -525,6 +525,14 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def infos_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    """Returns name, dtype and shape of each buffer, as a file has them."""
+    return {
+        name: TensorInfo(name=name, dtype=buffer.dtype, shape=tuple(buffer.shape))
+        for name, buffer in buffers.items()
+    }
+
+
 def put_buffer(buffer: torch.Tensor, values: torch.Tensor) -> None:
     """Gives a buffer values. One whose elements share memory (`expand`) gets memory for all."""
     if 0 in buffer.stride():
@@ -535,11 +543,8 @@ def put_buffer(buffer: torch.Tensor, values: torch.Tensor) -> None:
 
 def _write_buffers(path: Path, model: nn.Module) -> FileEntry:
     buffers = buffers_of(model)
-    infos = [
-        TensorInfo(name=name, dtype=buffer.dtype, shape=tuple(buffer.shape))
-        for name, buffer in buffers.items()
-    ]
-    with _HashedWriter(path, infos, dict.fromkeys(buffers, "buffers")) as writer:
+    infos = infos_of(buffers)
+    with _HashedWriter(path, [*infos.values()], dict.fromkeys(buffers, "buffers")) as writer:
         for name, buffer in buffers.items():
             writer.write_part(name, 0, buffer.detach().cpu().contiguous())
         return writer.end()

@@ -28,6 +28,7 @@ from infinity.checkpoint.run.contents import (
     BUFFERS_NAME,
     StateTensor,
     buffers_of,
+    infos_of,
     row_major_stride,
     state_tensors,
 )
@@ -346,7 +347,8 @@ class OpenCheckpoint:
             # State without an element is not kept by any rank.
             names |= {name for name, info in expected.items() if not math.prod(info.shape)}
         _compare_names(set(expected) - set(self._recut), names - set(gradients) - used, self.path)
-        self._check_tensors(expected, infos)
+        wanted = {name: info for name, info in expected.items() if name not in self._recut}
+        _compare_forms(wanted, infos, self.path)
         self._check_buffers(model, rank)
         self._check_orders(tensors)
 
@@ -361,20 +363,6 @@ class OpenCheckpoint:
             extents = [tensor.extent for tensor in self.tensors.values() if tensor.extent]
             for path, extent in extents[rank::count]:
                 check_extent(path, extent)
-
-    def _check_tensors(
-        self, expected: Mapping[str, TensorInfo], infos: Mapping[str, TensorInfo]
-    ) -> None:
-        for name, info in expected.items():
-            found = infos.get(name)
-            if name in self._recut or found is None:
-                continue
-            if (found.shape, found.dtype) != (info.shape, info.dtype):
-                raise ConfigError(
-                    f"{self.path}: {name!r} has shape {found.shape} and {found.dtype}, "
-                    f"the model has {info.shape} and {info.dtype}; expected a checkpoint of this "
-                    "model in this precision"
-                )
 
     def _check_orders(self, tensors: Iterable[StateTensor]) -> None:
         """Compares the order of elements in pages with the model's: no checksum covers it.
@@ -405,15 +393,9 @@ class OpenCheckpoint:
         name = self.place_of(rank) + BUFFERS_NAME
         if name not in self._files:
             return
-        path, saved, buffers = self.path / name, self.buffers(rank), buffers_of(model)
-        _compare_names(set(buffers), set(saved), path)
-        for name, buffer in buffers.items():
-            info, own = saved[name].info, (tuple(buffer.shape), buffer.dtype)
-            if (info.shape, info.dtype) != own:
-                raise ConfigError(
-                    f"{path}: buffer {name!r} has shape {info.shape} and {info.dtype}, the model "
-                    f"has {own[0]} and {own[1]}"
-                )
+        path, saved, own = self.path / name, self.buffers(rank), infos_of(buffers_of(model))
+        _compare_names(set(own), set(saved), path)
+        _compare_forms(own, {name: tensor.info for name, tensor in saved.items()}, path)
 
     def _check_moments(self, expected: Mapping[str, TensorInfo]) -> None:
         """Raises ConfigError for moments of another optimizer or of another format."""
@@ -495,6 +477,19 @@ def _tensors_of_file(path: Path, file: FileEntry) -> dict[str, SavedTensor]:
         info, place = infos[name], (path / file.name, extent)
         found[name] = SavedTensor(info, row_major_stride(info.shape), extent.kind, file.name, place)
     return found
+
+
+def _compare_forms(
+    expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo], path: Path
+) -> None:
+    for name, info in expected.items():
+        own = found.get(name, info)
+        if (own.shape, own.dtype) != (info.shape, info.dtype):
+            raise ConfigError(
+                f"{path}: {name!r} has shape {own.shape} and {own.dtype}, the model has "
+                f"{info.shape} and {info.dtype}; expected a checkpoint of this model in this "
+                "precision"
+            )
 
 
 def _compare_names(expected: set[str], found: set[str], path: Path) -> None:

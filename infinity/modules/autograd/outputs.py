@@ -26,17 +26,11 @@ _NOT_LOOKED_INTO = (
 )  # fmt: skip
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yields every tensor in an output."""
-    seen: dict[int, Any] = {}  # Kept alive, so that no id is reused.
-    waiting = [(tree, 0)]
-    while waiting:
-        here, depth = waiting.pop()
-        if isinstance(here, torch.Tensor):
-            yield here
-        elif here is not None and id(here) not in seen and depth <= _MOST_DEPTH:
-            seen[id(here)] = here
-            waiting += [(value, depth + 1) for _, value in reversed(_parts_of(here))]
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Returns every tensor in an output, once."""
+    found: list[torch.Tensor] = []
+    _detached(tree, found.append, {}, [], 0)
+    return found
 
 
 def detach_from_parameters(output: Any, is_parameter_memory: Callable[[torch.Tensor], bool]) -> Any:
@@ -54,21 +48,21 @@ def detach_from_parameters(output: Any, is_parameter_memory: Callable[[torch.Ten
 
 def _detached(
     tree: Any,
-    is_parameter_memory: Callable[[torch.Tensor], bool],
+    is_parameter_memory: Callable[[torch.Tensor], object],
     done: dict[int, Any],
     kept: list[Any],
     depth: int,
 ) -> Any:
     """`done`: the result for every visited object by its id. `kept`: all visited objects, so that
     no id is reused."""
-    if tree is None or depth > _MOST_DEPTH:
-        return tree
-    if id(tree) in done:
-        return done[id(tree)]
+    if tree is None or id(tree) in done:
+        return done.get(id(tree))
     kept.append(tree)
     if isinstance(tree, torch.Tensor):
         done[id(tree)] = tree.clone() if is_parameter_memory(tree) else tree
         return done[id(tree)]
+    if depth > _MOST_DEPTH:
+        return tree
     done[id(tree)] = tree  # It may contain itself.
     changed = {}
     for key, value in _parts_of(tree):

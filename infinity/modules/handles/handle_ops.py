@@ -282,15 +282,8 @@ class HandleOps:
                 self.write_bytes(name, 0, values, is_gradient=handle.is_gradient)
                 if answer is copy:
                     return handle
-            answer = self._mirrored(answer, loan, is_copy=True)
+            answer = mirrored(answer, loan.tensor, handle, is_copy=True)
         return answer
-
-    def _mirrored(self, answer: Any, loan: _Lent, *, is_copy: bool) -> Any:
-        name, is_gradient = loan.handle.name_in_model, loan.handle.is_gradient
-        register = self.module_handle(name).note_alias
-        return mirrored(
-            answer, loan.tensor, register, self, name, is_gradient=is_gradient, is_copy=is_copy
-        )
 
     def _param_behind(self, handle: Handle) -> OffloadedParam:
         if handle.is_gradient or handle.is_data:
@@ -340,7 +333,7 @@ class HandleOps:
         for loan in lent:
             if answer is loan.tensor and loan.was_changed:
                 return loan.handle
-            answer = self._mirrored(answer, loan, is_copy=loan.handle.is_gradient)
+            answer = mirrored(answer, loan.tensor, loan.handle, is_copy=loan.handle.is_gradient)
         # Copies views of memory that will be released, and fetches the units again in the backward
         # of the result.
         answer = detach_from_parameters(answer, self._param_table.is_parameter_memory)

@@ -33,15 +33,14 @@ from infinity.private.torch import DisableTorchFunctionSubclass
 class Origin:
     """The bytes that the storage of a mirror, and of all views of it, copies."""
 
-    def __init__(
-        self, owner: Any, name: str, start: int, storage: Any, *, is_gradient: bool
-    ) -> None:
+    def __init__(self, handle: Any, start: int, storage: Any) -> None:
+        """`handle`: of the parameter or gradient."""
+        owner = handle.owner
         self._owner = weakref.ref(owner)  # A dict of mirrors does not keep a dropped model alive.
-        self._name = name
+        self._name, self.is_gradient = handle.name_in_model, handle.is_gradient
         self._start = start  # First byte, relative to the first byte of the parameter.
         self._storage = storage
-        self.is_gradient = is_gradient
-        self._stamp = owner.stamp(name, is_gradient=is_gradient)
+        self._stamp = owner.stamp(self._name, is_gradient=self.is_gradient)
         self.is_lost = False  # The parameter or the gradient got other memory.
 
     def is_of(self, owner: Any, name: str, *, is_gradient: bool) -> bool:
@@ -203,19 +202,10 @@ def _copied(view: torch.Tensor) -> torch.Tensor:
     return copy.set_(storage, 0, view.shape, view.stride())  # Not a view for autograd.
 
 
-def mirrored(
-    answer: Any,
-    base: torch.Tensor,
-    register: Callable[[Origin], None],
-    owner: Any,
-    name: str,
-    *,
-    is_gradient: bool,
-    is_copy: bool,
-) -> Any:
-    """Replaces the views of `base` in a result with mirrors. `base` is the dense memory that
-    `owner` knows as `name`. `is_copy`: the memory is a copy already and need not be copied again.
-    """
+def mirrored(answer: Any, base: torch.Tensor, handle: Any, *, is_copy: bool) -> Any:
+    """Replaces the views of `base` in a result with mirrors. `base` is the dense memory that stands
+    in the place of `handle`. `is_copy`: it is a copy already and need not be copied again."""
+    note_alias = handle.owner.module_handle(handle.name_in_model).note_alias
     storage = base.untyped_storage()._cdata
     first = base.storage_offset() * base.itemsize
     nbytes = base.numel() * base.itemsize
@@ -233,8 +223,8 @@ def mirrored(
             copy, start = view, 0
         else:
             copy = _Copied.apply(view) if view.requires_grad else _copied(view)  # type: ignore[no-untyped-call]
-        origin = Origin(owner, name, int(start), copy.untyped_storage(), is_gradient=is_gradient)
-        register(origin)
+        origin = Origin(handle, int(start), copy.untyped_storage())
+        note_alias(origin)
         return _as_mirror(copy, origin)
 
     return map_tensors(answer, mirror)

@@ -21,7 +21,6 @@ from typing import Any, NoReturn, cast
 import numpy
 import torch
 from torch import nn
-from typing_extensions import override
 
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 from infinity.modules.autograd.param import ParamTable
@@ -46,18 +45,11 @@ class Follower(nn.Parameter):
             raise ParameterNotResident(self.name_in_model, "its offloaded model is gone")
         return handle
 
-    @property
-    @override
-    def grad(self) -> torch.Tensor | None:
-        return self.handle.grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        self.handle.grad = value
-
-    @grad.deleter
-    def grad(self) -> None:
-        del self.handle.grad
+    grad: Any = property(
+        lambda self: self.handle.grad,
+        lambda self, value: setattr(self.handle, "grad", value),
+        lambda self: delattr(self.handle, "grad"),
+    )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(self.handle)

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -365,16 +366,11 @@ def go_forward(calls: Sequence[ExpertsCall], present: Present | None = None) -> 
                         call.run_forward(index)
 
 
-def _hold(tile: Any) -> AbstractContextManager[Any]:
-    held: AbstractContextManager[Any] = tile.held()
-    return held
-
-
 def go_backward(
     calls: Sequence[ExpertsCall],
     *,
     is_for_leaves: bool,
-    hold: Callable[[Any], AbstractContextManager[Any]] = _hold,
+    hold: Callable[[Any], AbstractContextManager[Any]] = methodcaller("held"),
     present: Present | None = None,
 ) -> None:
     """Runs the backward of calls that have begun theirs. `hold(tile)` keeps a tile in memory."""
