@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infinity import _core
+from infinity._core import crc32c_kernels as crc32c_kernels
+from infinity._core import direct_alignment as direct_alignment
 from infinity.sizes import format_nbytes
 
 _SYSCTL = Path("/proc/sys/kernel/io_uring_disabled")
@@ -118,16 +120,6 @@ def _explain_memlock(nbytes: int | None) -> str:
     if nbytes is None:
         return "the memlock limit, or memory, is too low"
     return f"the memlock limit is too low ({format_nbytes(nbytes)})"
-
-
-def crc32c_kernels() -> list[str]:
-    """The ways this processor has to compute checksums of pages, the fastest first."""
-    return _core.crc32c_kernels()
-
-
-def direct_alignment(fd: int) -> tuple[int, int]:
-    """Multiples that direct I/O needs of addresses and of offsets: bytes, 0 when not known."""
-    return _core.direct_alignment(fd)
 
 
 def _read_sysctl() -> str | None:

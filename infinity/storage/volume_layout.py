@@ -73,10 +73,6 @@ def stripe(
 
     Raises CapacityError if the buffers do not fit all paths together.
     """
-    if not spaces:
-        raise ConfigError("a volume needs at least one path")
-    if stripe_nbytes <= 0 or stripe_nbytes % PAGE_NBYTES:
-        raise ConfigError(f"{stripe_nbytes=}, expected a positive multiple of {PAGE_NBYTES}")
     if any(space.weight <= 0 for space in spaces):
         raise ConfigError(f"weights must be positive, got {[space.weight for space in spaces]}")
     rounded = [align_up(nbytes, PAGE_NBYTES) for nbytes in sizes_nbytes]

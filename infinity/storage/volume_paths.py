@@ -89,14 +89,12 @@ def find_weights(paths: Sequence[OpenPath], engine: StorageEngine) -> tuple[floa
     If a path has no space for the measurement, every path without a weight gets the weight 1: a
     guess for one path is no better than that.
     """
-    configured = [path.path.weight for path in paths]
-    if len(configured) == 1:
-        return (configured[0] or 1.0,)
-    if not all(path.path.weight is not None or _can_be_measured(path) for path in paths):
+    unknown = [path for path in paths if path.path.weight is None and len(paths) > 1]
+    can_measure = all(_can_be_measured(path) for path in unknown)
+    if not can_measure:
         _log.info("swap paths too small to be measured are striped evenly")
-        return tuple(weight or 1.0 for weight in configured)
-    if all(weight is not None for weight in configured):
-        return tuple(weight or 1.0 for weight in configured)
+    if not unknown or not can_measure:
+        return tuple(path.path.weight or 1.0 for path in paths)
     # Ranks that measured at the same time would find a part of each drive's bandwidth, and a part
     # that differs from drive to drive.
     around = paths[0].path.shared_with

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.errors import ConfigError
 from infinity.sizes import KIB, MIB
 from infinity.storage import volume_paths
 from infinity.storage.arena import Arena
@@ -153,6 +154,15 @@ def test_two_paths_of_unequal_speed_add_up(open_any, native_name, arena, drives,
     with Volume(engine, paths_of(drives, 1, 1), stripe_nbytes=256 * KIB) as evenly:
         rate = rate_of(evenly, arena, engine.clock, 16 * MIB)
         assert rate == pytest.approx(0.4 * (FAST + SLOW), rel=0.05)
+
+
+@pytest.mark.parametrize(("num_paths", "stripe_nbytes"), [(0, MIB), (2, 5000), (2, 0)])
+def test_senseless_volumes_are_refused(
+    open_any, drives, num_paths: int, stripe_nbytes: int
+) -> None:
+    paths = paths_of(drives, 1, 1)[:num_paths]
+    with pytest.raises(ConfigError, match="at least one path|multiple of 4096"):
+        Volume(open_any("threads"), paths, stripe_nbytes=stripe_nbytes)
 
 
 def test_measuring_leaves_nothing_behind(open_any, drives) -> None:

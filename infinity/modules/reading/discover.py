@@ -182,13 +182,11 @@ def _visit(
 ) -> None:
     """Walks depth-first in registration order. `block` is the hooked module of the surrounding
     block, `chain` has all hooked modules around this one."""
+    own = {key: value for key, value in module._parameters.items() if value is not None}
     hooked = block
     if hooked is None:
         starts_block = is_block(name, module) and any(True for _ in module.parameters())
-        if starts_block or (
-            module._parameters
-            and any(parameter is not None for parameter in module._parameters.values())
-        ):
+        if starts_block or own:
             hooked = walk.places.setdefault(id(module), len(walk.hooked_modules))
             if hooked == len(walk.hooked_modules):
                 walk.hooked_modules.append(
@@ -198,9 +196,7 @@ def _visit(
             walk.chains.append(chain)
             if starts_block:
                 block = hooked
-    for attribute, parameter in module._parameters.items():
-        if parameter is None:
-            continue
+    for attribute, parameter in own.items():
         full_name = f"{name}.{attribute}" if name else attribute
         param = walk.found.setdefault(id(parameter), FoundParam(full_name, parameter))
         if id(module) not in walk.seen:
