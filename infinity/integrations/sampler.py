@@ -65,15 +65,16 @@ class Server:
                 raise ConfigError(f"--key {key}: expected one line of printable ASCII in it")
 
     @_readable
-    def models(self) -> list[str]:
-        """Returns the names that the server lists."""
+    def models(self, *, is_base: bool = False) -> list[str]:
+        """Returns the names that the server lists; of `is_base`, those that are no adapters: vLLM
+        and SGLang name the base of an adapter as its parent."""
         models = _tables(self._ask("v1/models"), "data")
-        return [str(model["id"]) for model in models if "id" in model]
+        return [str(m["id"]) for m in models if "id" in m and not (is_base and m.get("parent"))]
 
-    def only_model(self, remedy: str, *, but: str | None = None) -> str:
-        """Returns the name of the model of a server that has one, `but` those with this beginning.
-        Raises ConfigError with `remedy` for another."""
-        names = [name for name in self.models() if but is None or not name.startswith(but)]
+    def only_model(self, remedy: str, *, is_base: bool = False) -> str:
+        """Returns the name of the one model, or of the one base, of a server. Raises ConfigError
+        with `remedy` where there is another number of them."""
+        names = self.models(is_base=is_base)
         if len(names) != 1:
             raise ConfigError(f"{self.url} has {listed(names) or 'no model'}; {remedy}")
         return names[0]
@@ -257,8 +258,8 @@ class ServerSampler:
         key: str | None = None,
     ) -> None:
         self._server = Server(url, key=key)
-        # A run that has died may have left an adapter there.
-        self._base = model or self._server.only_model("name the base with `model`", but="infinity-")
+        # Adapters of others may be there, or one that a run which has died left behind.
+        self._base = model or self._server.only_model("name the base with `model`", is_base=True)
         self._directory = None if directory is None else Path(directory).absolute()
         self._model = self._base
         self._server.sample(self._base, [1], 1, max_tokens=1)

@@ -170,8 +170,10 @@ def test_a_run_that_a_server_samples_for_is_that_of_the_plain_trainer(
     is_sglang: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its adapter is that of the step before, so sampler and trainer agree; each has a name of its
-    own, and is unloaded and removed. No setting is left to the server's own defaults."""
+    own, and is unloaded and removed. No setting is left to the server's own defaults. The adapters
+    of others stay, and are not taken for a base."""
     served, rows = server(is_sglang=is_sglang), []
+    served.adapters["another's"] = None
     with served.running() as url:
         for plain in (False,) if is_sglang else (True, False):
             model = make_lora(None if plain else tmp_path / "swap")
@@ -189,7 +191,7 @@ def test_a_run_that_a_server_samples_for_is_that_of_the_plain_trainer(
     assert rows[0] == rows[-1]
     assert [name.rpartition("-")[2] for name in served.loaded[-4:]] == ["0", "1", "2", "3"]
     assert len(set(served.loaded)) == len(served.loaded) == 4 * len(rows)
-    assert not served.adapters and not list((tmp_path / "served").iterdir())
+    assert [*served.adapters] == ["another's"] and not list((tmp_path / "served").iterdir())
     sent = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     assert served.requests[-1].items() >= sent.items()
     for row in rows[-1][:4]:

@@ -85,7 +85,8 @@ class SamplingServer:
 
     def answer(self, path: str, body: Any) -> tuple[int, Any] | None:
         if path == "/v1/models":
-            return 200, {"data": [{"id": name} for name in ("base", *self.adapters)]}
+            adapters = [{"id": name, "parent": "base"} for name in self.adapters]
+            return 200, {"data": [{"id": "base", "parent": None}, *adapters]}
         root = "" if self.is_sglang else "/v1"
         name = body.get("lora_name", "")
         if path == f"{root}/load_lora_adapter":

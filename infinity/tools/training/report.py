@@ -285,7 +285,9 @@ class Summary:
             "loss_last": losses[-1] if losses else None,
             "loss_last_mean": last_mean,
             "loss_fall_share": (
-                1 - last_mean / losses[0] if last_mean is not None and losses[0] > 0 else None
+                None
+                if last_mean is None or min(last_mean, losses[0]) <= 0
+                else 1 - last_mean / losses[0]
             ),
             "held_out_losses": [{"step": s, "loss": loss} for s, loss in self.held_out_losses],
             "tokens_per_s": num_tokens / elapsed_s if elapsed_s else None,
@@ -479,7 +481,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         last = "the last step" if num_last == 1 else f"the mean of {num_last} steps"
         held_out = ", ".join(f"{e['loss']:.3f} at {e['step']}" for e in summary["held_out_losses"])
         losses = f"{summary['loss_first']:.3f} -> {summary['loss_last_mean']:.3f}"
-        share = summary["loss_fall_share"]  # None where rewards made the first loss 0 or less.
+        share = summary["loss_fall_share"]  # None where rewards made a loss 0 or less.
         fall = "" if share is None else f"{-share:+.1%}; "
         speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
         rows += [
