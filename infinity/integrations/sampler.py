@@ -29,6 +29,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from infinity import bounded
 from infinity.bounded import MalformedError, field, integer, list_of, table_of
 from infinity.errors import ConfigError, UnsupportedError, listed, refusing, reporting
+from infinity.integrations.server_layouts import write_for_server
 
 _TIMEOUT_S, _GREETING_S = 600, 30
 _TOP = 100  # Tokens that a server without the log-probabilities of prompts gives at each position.
@@ -55,7 +56,7 @@ class Server:
             raise ConfigError(f"{url!r} is no address of a server; expected http://HOST:PORT")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.method: Method | None = None
-        self._loads: tuple[str, bool] | None = None  # The path, and whether names get the base's.
+        self._kind: Literal["vllm", "sglang"] | None = None
         self._token: str | None = None
         if key is not None:
             if key not in os.environ:
@@ -121,31 +122,37 @@ class Server:
             )
         return found
 
+    @property
+    def kind(self) -> Literal["vllm", "sglang"]:
+        """The server of which this is one, by the owner that it gives its models."""
+        if self._kind is None:
+            models = _tables(self._ask("v1/models"), "data")
+            owners = {str(model.get("owned_by")) for model in models}
+            self._kind = "sglang" if "sglang" in owners else "vllm"
+        return self._kind
+
     def load_adapter(self, base: str, name: str, directory: Path) -> str:
         """Makes the server read an adapter under this name. Returns the name of the model with it.
         Raises ConfigError."""
-        body = {"lora_name": name, "lora_path": str(directory)}
-        known = (("v1/load_lora_adapter", False), ("load_lora_adapter", True))  # vLLM, SGLang.
-        refusals = []
-        for path, has_base in known if self._loads is None else (self._loads,):
-            try:
-                self._send(path, body)
-            except _RefusedError as error:
-                refusals.append(str(error))
-                continue
-            self._loads = path, has_base
-            return f"{base}:{name}" if has_base else name
-        raise ConfigError(
-            f"{self.url} does not load the adapter {directory} ({'; '.join(refusals)}); expected "
-            "vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or SGLang with "
-            "--enable-lora, that reads this directory"
-        )
+        try:
+            self._send(self._load_path, {"lora_name": name, "lora_path": str(directory)})
+        except _RefusedError as error:
+            raise ConfigError(
+                f"{self.url} does not load the adapter {directory} ({error}); expected vLLM with "
+                "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or SGLang with "
+                "--enable-lora, that reads this directory"
+            ) from None
+        return f"{base}:{name}" if self.kind == "sglang" else name
 
     def unload_adapter(self, name: str) -> None:
         """Makes the server forget an adapter that it was told to load."""
         with contextlib.suppress(_RefusedError):
-            path = "v1/load_lora_adapter" if self._loads is None else self._loads[0]
-            self._send(path.replace("load", "unload"), {"lora_name": name}, timeout_s=_GREETING_S)
+            path = self._load_path.replace("load", "unload")
+            self._send(path, {"lora_name": name}, timeout_s=_GREETING_S)
+
+    @property
+    def _load_path(self) -> str:
+        return "load_lora_adapter" if self.kind == "sglang" else "v1/load_lora_adapter"
 
     def _echo(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
         choice = self._complete(model, prompt, echo=True, logprobs=1)
@@ -318,12 +325,15 @@ class ServerSampler:
                 unique = f"{secrets.token_hex(4)}-{trainer.state.global_step}"
                 name = f"{self._prefix}-{os.getpid()}-{unique}"
                 place = self._place / name
+                saved = place / "peft"
                 with reporting("write the adapter", place):
                     trainer.model.save_pretrained(
-                        place, selected_adapters=[adapter], save_embedding_layers=False
+                        saved, selected_adapters=[adapter], save_embedding_layers=False
                     )
-                written = place if adapter == "default" else place / adapter
-                self._model = self._server.load_adapter(self._base, name, written)
+                    written = saved if adapter == "default" else saved / adapter
+                    write_for_server(written, trainer.model, self._server.kind, place)
+                    shutil.rmtree(saved)
+                self._model = self._server.load_adapter(self._base, name, place)
         self._model = broadcast_object_list([self._model])[0]
 
     def _forget(self) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
+import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 
 @contextlib.contextmanager
@@ -85,16 +90,15 @@ class SamplingServer:
 
     def answer(self, path: str, body: Any) -> tuple[int, Any] | None:
         if path == "/v1/models":
-            adapters = [{"id": name, "parent": "base"} for name in self.adapters]
-            return 200, {"data": [{"id": "base", "parent": None}, *adapters]}
+            owner = {"owned_by": "sglang" if self.is_sglang else "vllm"}
+            adapters = [{"id": name, "parent": "base"} | owner for name in self.adapters]
+            return 200, {"data": [{"id": "base", "parent": None} | owner, *adapters]}
         root = "" if self.is_sglang else "/v1"
         name = body.get("lora_name", "")
         if path == f"{root}/load_lora_adapter":
             if name in self.adapters:
                 return 400, f"The lora adapter '{name}' has already been loaded."
-            self.adapters[name] = PeftModel.from_pretrained(
-                self.make_base(), body["lora_path"]
-            ).eval()
+            self.adapters[name] = _adapted(self.make_base(), Path(body["lora_path"]))
             self.loaded.append(name)
             return 200, f"Success: LoRA adapter '{name}' added successfully."
         if path == f"{root}/unload_lora_adapter":
@@ -127,3 +131,35 @@ class SamplingServer:
                 choice["token_ids"] = ids[len(body["prompt"]) :]
             choices.append(choice)
         return choices
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.lora_([AB])\.weight")
+
+
+def _adapted(base: Any, directory: Path) -> Any:
+    """Returns the base with an adapter. A pair of factors for each expert, which a server stacks
+    for its kernels, becomes what PEFT packs."""
+    saved = load_file(directory / "adapter_model.safetensors")
+    assert not any(".experts.base_layer." in name for name in saved), "vLLM refuses PEFT's layout"
+    config = json.loads((directory / "adapter_config.json").read_text())
+    pairs: dict[tuple[str, str, str], list[torch.Tensor]] = {}
+    for name in sorted(saved):  # Fewer than ten experts.
+        if match := _EXPERT.fullmatch(name):
+            pairs.setdefault((match[1], match[3], match[4]), []).append(saved.pop(name))
+    for (module, what, side), parts in pairs.items():
+        if what == "up":  # Its A is that of `gate`.
+            continue
+        if (what, side) == ("gate", "B"):
+            parts = [*map(torch.cat, zip(parts, pairs[module, "up", "B"], strict=True))]
+        inner = module if what == "down" else f"{module}.base_layer"
+        packed = torch.cat(parts) if side == "A" else torch.stack(parts, -1).flatten(1)
+        saved[f"{inner}.lora_{side}.weight"] = packed
+    if pairs:
+        config["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+        config["target_modules"] = [n for n in config["target_modules"] if n[0] not in "gud"]
+    with tempfile.TemporaryDirectory() as place:
+        save_file(saved, Path(place, "adapter_model.safetensors"))
+        Path(place, "adapter_config.json").write_text(json.dumps(config))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return PeftModel.from_pretrained(base, place).eval()

@@ -16,7 +16,12 @@ import torch
 import trl
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen3MoeForCausalLM,
+)
 
 from infinity.checkpoint import weight_source
 from infinity.config import SwapConfig
@@ -24,10 +29,12 @@ from infinity.errors import ConfigError
 from infinity.integrations import rollouts
 from infinity.integrations.rollouts import AdapterReward
 from infinity.integrations.sampler import ServerSampler
+from infinity.integrations.server_layouts import write_for_server
 from infinity.tools.training import program
 from infinity.tools.training.base_identity import identify, write_identity
 from infinity.tools.training.chat import CHATML
 from infinity.tools.training.tokenizers import ByteTokenizer
+from tests.support.quantized import tiny_causal_lm
 from tests.support.sampling_server import SamplingServer
 from tests.train.jobs import lines_of, write_job
 
@@ -389,3 +396,29 @@ def test_a_rewarding_adapter_that_does_not_fit_is_refused(
     with pytest.raises(ConfigError, match=said):
         train(job)
     assert not (tmp_path / "output" / "metrics.jsonl").exists()
+
+
+def test_a_server_gets_each_expert_by_its_name_in_the_checkpoint(tmp_path: Path) -> None:
+    """PEFT packs experts in a way that vLLM refuses, or reads as something else without a word.
+    Over a base in bfloat16 its factors stay in float32."""
+    model = tiny_causal_lm(
+        "qwen3-moe", dtype=torch.float32, num_hidden_layers=2, num_experts=4, vocab_size=256
+    )
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(tmp_path / "base")
+    served = SamplingServer(
+        lambda: Qwen3MoeForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    )
+    with served.running() as url:
+        adapter = '[adapter]\nrank = 4\nexperts = true\n[precision]\ncompute = "float32"'
+        job = job_of(tmp_path / "job", tmp_path / "base", adapter=adapter, sampler=url, beta=0.1)
+        lines = train(job)
+    assert lines[-1]["kl"] > 1e-4
+    assert all(line[DIFFERENCE + "max"] < 1e-4 for line in lines), lines
+
+
+def test_experts_over_a_base_that_is_no_directory_are_not_handed_over(tmp_path: Path) -> None:
+    model = tiny_causal_lm("qwen3-moe", num_hidden_layers=1, num_experts=4)
+    config = peft.LoraConfig(target_parameters=["experts.down_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match=r"experts by the names of the checkpoint.*DIRECTORY"):
+        write_for_server(tmp_path, peft.get_peft_model(model, config), "vllm", tmp_path / "out")

@@ -27,6 +27,7 @@ from infinity.checkpoint import load, save, weight_source
 from infinity.config import SwapConfig
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.integrations.server_layouts import PREFIX
 from infinity.modules.tiling.experts import TiledExperts
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tools.chat import open_writer
@@ -35,7 +36,7 @@ from infinity.tools.scoring import program as scoring
 from infinity.tools.scoring.program import Request
 from infinity.tools.serving.export import write_passport
 from infinity.tools.training import model as models
-from infinity.tools.training.adapter import PREFIX, attach_adapter
+from infinity.tools.training.adapter import attach_adapter
 from infinity.tools.training.merge import plan_merge
 from infinity.tools.training.settle import settle
 from tests.parity.in_place import batches, config_of, loss_of

@@ -25,10 +25,14 @@ from infinity.checkpoint.durable import replace_file
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.errors import ConfigError, refusing
 from infinity.integrations.card import versions
+from infinity.integrations.server_layouts import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    adapter_layers,
+    factors_of,
+)
 from infinity.tools.logprobs import TokenScores, causal_of, check, score_sequence, together
-from infinity.tools.training.adapter import CONFIG_NAME, WEIGHTS_NAME
 from infinity.tools.training.base_identity import identify, sha256_of
-from infinity.tools.training.merge import adapter_layers, factors_of
 
 Locate = Literal["none", "kinds", "layers", "modules"]
 SHEET_NAME = "infinity_sheet.json"

@@ -27,10 +27,11 @@ from infinity.checkpoint.durable import replace_files
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.config.extras import release_of
-from infinity.config.paths import ADAPTER_NAMES, refuse_absent_adapter
+from infinity.config.paths import refuse_absent_adapter
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, refusing, reporting
+from infinity.integrations.server_layouts import CONFIG_NAME, PREFIX, WEIGHTS_NAME
 from infinity.modules.reading.adapters import SCORER, adapter_of, names_of_adapters
 from infinity.modules.reading.configuration import HEADS, is_router, scores_sequences, towers
 from infinity.modules.tiling.split import modules_of, parameters_of
@@ -54,9 +55,7 @@ from infinity.tools.training.own_experts import (
     save_experts,
 )
 
-CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 _PARTIAL_NAME = ".adapter.partial"
-PREFIX = "base_model.model."  # Of PEFT, before the names of the base.
 _COMPARED_NBYTES = 16 * MIB
 _RELEASE_OF_EXPERTS = (0, 19)  # Of PEFT, since which packed experts are stored as today.
 # Attention and feed-forward modules of transformers of diffusers.

@@ -10,7 +10,6 @@ once; the product of one expert is the same sum of `rank` terms.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
+from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.checkpoint.huggingface.names import (
     PlacedSource,
-    SourcePlaces,
     TensorGroup,
     export_groups,
     planned_targets,
@@ -30,10 +28,16 @@ from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.codecs import Plain
 from infinity.config.schema.inputs import AdapterConfig
-from infinity.errors import ConfigError, UnsupportedError
-from infinity.fused.launches import FORMS
-from infinity.modules.reading.configuration import auto_class, config_of_directory, empty_model
-from infinity.modules.reading.dtypes import names_kept_wide
+from infinity.errors import UnsupportedError
+from infinity.integrations.server_layouts import (
+    Change,
+    adapter_layers,
+    base_on_meta,
+    changes_of_tensors,
+    factors_of,
+    variant_of,
+)
+from infinity.modules.reading.configuration import auto_class, config_of_directory
 from infinity.tools.convert.quantize import plain, without_quantisation
 from infinity.tools.convert.rewrite import (
     DirectoryPlan,
@@ -43,22 +47,12 @@ from infinity.tools.convert.rewrite import (
     as_stored,
     unchanged,
 )
-from infinity.tools.training.adapter import PREFIX, attach_adapter, num_labels_of
+from infinity.tools.training.adapter import attach_adapter, num_labels_of
 from infinity.tools.training.own_experts import changes_of
 
 Stored = Literal["bf16", "keep"]
 _ADAPTER = "default"
 _TEMPLATE = "chat_template.jinja"
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The part of an adapter that changes one tensor of the checkpoint."""
-
-    layer: Any  # One of PEFT's, or the tensor that replaces the stored one.
-    placed: PlacedSource
-    is_full: bool  # The tensor is all of the parameter, perhaps transposed.
-    is_wide: bool  # The model has the parameter in float32, however it is stored.
 
 
 def plan_merge(
@@ -108,31 +102,25 @@ def read_changes(
     Raises as `plan_merge`, for a change of one of two tied weights only where it `is_merged` into
     the base.
     """
-    source = weight_source(base)
-    config = config_of_directory(base)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    where, kind = str(base / "config.json"), None
+    config, kind = config_of_directory(base), None
     if (num_labels := num_labels_of(adapter)) is not None:
+        where = str(base / "config.json")
         config.num_labels, kind = num_labels, auto_class(config, where, purpose="scores sequences")
-    # Some configurations name the dtype of codes.
-    dtype = config.dtype if config.dtype in FORMS else torch.float32
-    model = empty_model(config, dtype, where, kind=kind)
+    source, model, groups = base_on_meta(base, config, kind=kind)
     tied: dict[int, list[str]] = {}  # The names of each parameter.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
-    planned = source.plan(model, strict=False)
     options = AdapterConfig.model_validate({"resume": adapter, "any_base": any_base})
     adapted = attach_adapter(model, [(options, 0)], source)
     layers = adapter_layers(adapted)
     for names in tied.values() if is_merged else ():
         if len(names) > 1:
             _refuse_tied(names, layers)
-    changes = _changes(adapted, layers, source, planned.groups)
+    changes = changes_of_tensors(adapted, layers, source, groups)
     for name, parts in changes.items() if is_merged else ():
         for change in parts:
             _refuse_variant(name, change)
-    return source, adapted, changes, planned.groups
+    return source, adapted, changes, groups
 
 
 def _outcome(
@@ -185,48 +173,6 @@ def _as_exported(
 # -- What an adapter changes -----------------------------------------------------------------------
 
 
-def _changes(
-    adapted: Any, layers: dict[str, list[Any]], source: WeightSource, groups: Any
-) -> dict[str, list[Change]]:
-    """Returns the changes of every tensor of the checkpoint, by its name."""
-    places, wide = SourcePlaces(adapted.get_base_model()), names_kept_wide(adapted)
-    found: dict[str, list[Change]] = {}
-    left = set(layers)
-    for group in groups:
-        if not any(target in layers for target in group.targets):
-            continue
-        shapes = [source.shape(name) for name in group.source_names]
-        placed = places.of(group, shapes, group.targets)
-        if placed is None:
-            raise UnsupportedError(
-                f"{', '.join(group.source_names[:3])} are converted when they are read, so "
-                "an adapter cannot be merged into them one by one; merge it in memory by "
-                "merge_and_unload"
-            )
-        for target, boxes in zip(group.targets, placed, strict=True):
-            left.discard(target)
-            for box in boxes:
-                name = group.source_names[box.index]
-                is_full = sorted(source.shape(name)) == sorted(group.targets[target])
-                is_wide = wide is not None and wide.search(target) is not None
-                found.setdefault(name, []).extend(
-                    Change(factors, box, is_full, is_wide) for factors in layers.get(target, [])
-                )
-    if left:
-        raise ConfigError(
-            f"{source.path} lacks {min(left)!r}, which the adapter has: there is no tensor to "
-            "merge it into; use the adapter with its base (PEFT, infinity score --adapter)"
-        )
-    return found
-
-
-def variant_of(layer: Any) -> str:
-    """Returns the name of what a layer adds that is not B A, "" if it adds no more."""
-    variant = getattr(layer, "lora_variant", {}).get(_ADAPTER)
-    name = "" if variant is None else type(variant).__name__
-    return "" if name in _ONLY_FACTORS else "DoRA" if name.startswith("Dora") else name
-
-
 def _refuse_variant(name: str, change: Change) -> None:
     """Raises UnsupportedError for a layer that PEFT merges never, or not into a part."""
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
@@ -244,10 +190,7 @@ def _refuse_variant(name: str, change: Change) -> None:
         )
 
 
-# Variants of LoRA by PEFT's names: that change training only, and that have no merge.
-_ONLY_FACTORS = (
-    "MiCAEmbeddingVariant", "MiCALinearVariant", "MontecloraLinearVariant", "VeloraLinearVariant",
-)  # fmt: skip
+# Variants of LoRA by PEFT's names that have no merge.
 _UNMERGED = ("ALoraLinearVariant", "ArrowLinearVariant", "QALoraLinearVariant")
 
 
@@ -272,44 +215,6 @@ def _refuse_tied(names: list[str], layers: dict[str, list[Any]]) -> None:
             f"{', '.join(name for name in names if name != changed[0])} in the base: merged, it "
             f"would change both. {remedy}"
         )
-
-
-def adapter_layers(adapted: Any) -> dict[str, list[Any]]:
-    """Returns what changes each parameter, by the parameter's name in the base: layers of PEFT, or
-    the tensor that replaces it."""
-    from peft.tuners.lora import LoraLayer
-    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
-    from peft.utils.other import (
-        AuxiliaryTrainingWrapper,
-        ModulesToSaveWrapper,
-        TrainableTokensWrapper,
-    )
-
-    found: dict[str, list[Any]] = {}
-    for name, module in adapted.named_modules():
-        path = name.removeprefix(PREFIX)
-        if isinstance(module, TrainableTokensWrapper):
-            found.setdefault(f"{path}.weight", []).append(module.token_adapter)
-        elif isinstance(module, ModulesToSaveWrapper):
-            saved: Any = module.modules_to_save[_ADAPTER]
-            found |= {f"{path}.{leaf}": [value] for leaf, value in saved.state_dict().items()}
-        elif isinstance(module, ParamWrapper):
-            while path.endswith(".base_layer"):  # Several parameters of a module nest.
-                path = path.removesuffix(".base_layer")
-            found.setdefault(f"{path}.{module.parameter_name}", []).append(module)
-        elif isinstance(module, (Linear, Embedding)) and not _INSIDE & {*path.split(".")}:
-            found.setdefault(f"{path}.weight", []).append(module)
-        elif isinstance(module, (LoraLayer, AuxiliaryTrainingWrapper)):
-            raise UnsupportedError(
-                f"{path} is a {type(module).__name__} of PEFT; adapters of linear layers, of "
-                "embeddings and of packed experts, modules_to_save and trainable tokens are merged "
-                "here, others in memory by merge_and_unload"
-            )
-    return found
-
-
-# Modules that a wrapper of PEFT adds around one of the base.
-_INSIDE = {"original_module", "modules_to_save", "token_adapter"}
 
 
 # -- One tensor ------------------------------------------------------------------------------------
@@ -380,15 +285,3 @@ def _expert_delta(layer: Any, expert: int) -> torch.Tensor:
     is_transposed = not layer._did_swap_in_out_features  # noqa: SLF001  PEFT has no other word.
     delta: torch.Tensor = torch.einsum("or,ri->io" if is_transposed else "or,ri->oi", up, down)
     return delta.mul_(layer.scaling[_ADAPTER])
-
-
-def factors_of(layer: Any, expert: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns views of A, (rank, in), and B, (out, rank), of a layer of PEFT, or of one expert.
-
-    In packed experts the rows of A are (expert, rank), and the columns of B (rank, expert).
-    """
-    a, b = layer.lora_A[_ADAPTER].weight.detach(), layer.lora_B[_ADAPTER].weight.detach()
-    if expert is None:
-        return a, b
-    count = layer.num_experts
-    return a.reshape(count, -1, a.shape[-1])[expert], b.reshape(len(b), -1, count)[..., expert]
