@@ -241,10 +241,12 @@ FAULTS: dict[str, tuple[str, Change]] = {
     HALVED: ("scale", lambda a, b, _: (a, b * 0.5)),
     DOUBLED: ("scale", lambda a, b, _: (a, b * 2.0)),
     "B read as its transpose": ("matrix", lambda a, b, _: (a, b.T)),
+    "rows of B read as its columns": ("matrix", lambda a, b, _: (a, b.reshape(*b.T.shape).T)),
     "columns of B read by expert, then rank": (
         "experts", lambda a, b, count: (a, b.reshape(len(b), count, -1).transpose(1, 2)),
     ),
     "experts shifted by one": ("experts", _in_order(lambda n: [*range(1, n), 0])),
+    "experts shifted back by one": ("experts", _in_order(lambda n: [n - 1, *range(n - 1)])),
     "experts in reverse order": ("experts", _in_order(lambda n: [*range(n)][::-1])),
     "last half of the experts missing": ("experts", _without_last_half),
     "experts in the order of their numbers as text": (
