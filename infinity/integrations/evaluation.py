@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import gather_object
@@ -214,8 +215,7 @@ class EvaluationSweeps:
     def _gathering(self) -> Iterator[None]:
         """Lets a loss that gathers metrics in a sweep find the end of the dataloader as in the
         plain loop: behind the last batch alone."""
-        accelerator = self._trainer.accelerator
-        gather = accelerator.gather_for_metrics
+        gather = self._trainer.accelerator.gather_for_metrics
 
         def gather_for_metrics(*args: Any, **options: Any) -> Any:
             is_last = _is_last.get()
@@ -224,11 +224,10 @@ class EvaluationSweeps:
             with self._active(is_last=is_last):
                 return gather(*args, **options)
 
-        accelerator.gather_for_metrics = gather_for_metrics
         try:
-            yield
+            with patch.object(self._trainer.accelerator, "gather_for_metrics", gather_for_metrics):
+                yield
         finally:
-            del accelerator.gather_for_metrics
             self._set_end(self._window[0][1])
 
 

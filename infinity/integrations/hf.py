@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -354,15 +355,13 @@ class OffloadedTrainer(LayerMajorSteps):
         with engine.ranks.collective_section("remove checkpoints that a crash has left"):
             if self.args.should_save:
                 remove_partials(directory)
-        self._writes_in = partial
         try:
-            super()._save_checkpoint(model, trial)
+            with patch.object(self, "_writes_in", partial):
+                super()._save_checkpoint(model, trial)
         except BaseException:
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        finally:
-            self._writes_in = None
         best = directory / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
         if self.state.best_global_step and (best == target or best.exists()):
             self.state.best_model_checkpoint = str(best)

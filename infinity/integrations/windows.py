@@ -17,9 +17,10 @@ import contextvars
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import gather_object
@@ -252,19 +253,14 @@ class LayerMajorSteps(RolloutSteps):
 
     def _try(self, trial: Trial, step: Callable[[], Any]) -> Any:
         """Runs a micro-batch in the plain order, and decides behind the last one of the window."""
-        accelerator = self.accelerator
-        plain = accelerator.backward
+        plain = self.accelerator.backward
 
         def backward(loss: torch.Tensor, **options: Any) -> None:
             trial.look_at(loss)
             plain(loss, **options)
 
-        accelerator.backward = backward
-        try:
-            with trial.micro_batch():
-                loss = step()
-        finally:
-            del accelerator.backward
+        with patch.object(self.accelerator, "backward", backward), trial.micro_batch():
+            loss = step()
         if not trial.num_left:
             self._trial = None
             causes = [trial.cause]
@@ -354,21 +350,16 @@ class LayerMajorSteps(RolloutSteps):
     def _in_window(self) -> Iterator[None]:
         """Makes `accelerator.backward` leave the backward to the schedule, and the reference of DPO
         run beside the policy."""
-        accelerator = self.accelerator
-        shares_reference = _shares_reference(self)
+        accelerator, beside = self.accelerator, ("_is_reference_beside", "precompute_ref_logps")
 
         def backward(loss: torch.Tensor) -> None:
             _taken.get().append(loss / accelerator.gradient_accumulation_steps)
 
-        accelerator.backward = backward
-        if shares_reference:
-            self._is_reference_beside = self.precompute_ref_logps = True
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(accelerator, "backward", backward))
+            for flag in beside if _shares_reference(self) else ():
+                stack.enter_context(patch.object(self, flag, True))
             yield
-        finally:
-            del accelerator.backward
-            if shares_reference:
-                self._is_reference_beside = self.precompute_ref_logps = False
 
     def evaluation_loop(
         self,

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -243,11 +244,8 @@ def _run_once(causal: Any) -> Iterator[None]:
             made.append(plain(*args, **options))
         return made[0]
 
-    backbone.forward = run
-    try:
+    with patch.object(backbone, "forward", run):
         yield
-    finally:
-        backbone.forward = plain
 
 
 def _scores(
