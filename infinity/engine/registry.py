@@ -38,17 +38,24 @@ def is_offloaded(model: nn.Module) -> bool:
     return model in ENGINES
 
 
-def engine_of(model: nn.Module) -> Engine:
+def find_engine(model: nn.Module) -> Engine | None:
     """Returns the engine of a model that was offloaded, or of an offloaded model around or inside
-    it. Raises InfinityError if there is none."""
+    it; None if there is none."""
     for engine in engines():
         module = engine.model
         is_same = module is model or any(child is module for child in model.modules())
         if is_same or any(child is model for child in module.modules()):
             return engine
-    raise InfinityError(
-        f"{type(model).__name__} is not offloaded; call infinity.offload(model, config) first"
-    )
+    return None
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """Returns what `find_engine` does. Raises InfinityError if there is none."""
+    if (engine := find_engine(model)) is None:
+        raise InfinityError(
+            f"{type(model).__name__} is not offloaded; call infinity.offload(model, config) first"
+        )
+    return engine
 
 
 def engines() -> list[Engine]:

@@ -43,8 +43,8 @@ from infinity.checkpoint.run.save import save
 from infinity.config import SwapConfig
 from infinity.config.extras import TRIED, require_release, require_transformers
 from infinity.config.schema import changed
-from infinity.engine.registry import AGAIN, engine_of, owner_of
-from infinity.errors import ConfigError, InfinityError, UnsupportedError, reporting
+from infinity.engine.registry import AGAIN, engine_of, find_engine, owner_of
+from infinity.errors import ConfigError, UnsupportedError, reporting
 from infinity.integrations.card import fill
 from infinity.integrations.sampler import ServerSampler
 from infinity.integrations.windows import LayerMajorSteps, choose_order
@@ -494,11 +494,7 @@ def prepare_parts(
 
 def is_offloaded(model: nn.Module) -> bool:
     """Returns whether the model, or a model around it, is offloaded."""
-    try:
-        engine_of(model)
-    except InfinityError:
-        return False
-    return True
+    return find_engine(model) is not None
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from infinity.engine.registry import engine_of
-from infinity.errors import InfinityError
+from infinity.engine.registry import engine_of, find_engine
 from infinity.integrations.evaluation import MOST_BATCHES
 from infinity.modules.accumulate.module_state import evaluating
 from infinity.modules.accumulate.trial import why_forwards_differ
@@ -196,11 +195,8 @@ class RolloutSteps(_Trainer):  # type: ignore[misc]
             return False
         if model is self.model:
             return True
-        try:  # A reference model that is not offloaded stays as it is.
-            engine_of(model)
-        except InfinityError:
-            return False
-        return why_forwards_differ(model) is None
+        # A reference model that is not offloaded stays as it is.
+        return find_engine(model) is not None and why_forwards_differ(model) is None
 
     def _has_reference_beside(self, model: Any) -> bool:
         """Whether TRL asks next for the same rows by the same model without its adapter."""

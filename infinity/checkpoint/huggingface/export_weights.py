@@ -36,7 +36,7 @@ from infinity.checkpoint.huggingface.names import TensorGroup, export_groups, pl
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter, TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, OF_DIFFUSERS, SINGLE_NAME
 from infinity.checkpoint.reader import CheckpointSource, Kind, StateInfo
-from infinity.errors import ConfigError, InfinityError, reporting
+from infinity.errors import ConfigError, reporting
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import GIB
@@ -280,12 +280,9 @@ def _assign_shards(
 
 
 def _engine_of(model: nn.Module) -> Any:
-    from infinity.engine.registry import engine_of
+    from infinity.engine.registry import find_engine
 
-    try:
-        return engine_of(model)
-    except InfinityError:  # The model is not offloaded.
-        return None
+    return find_engine(model)
 
 
 def _reader(model: nn.Module, *, master: bool) -> Read:
