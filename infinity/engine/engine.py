@@ -485,10 +485,11 @@ class Engine(Closing):
         """Waits for transfers in flight and releases the tiers and the swap directory. Idempotent.
 
         The values of the parameters are gone afterwards; export first what is needed. In a forked
-        child the method does nothing.
+        child the method does nothing. Raises InfinityError in a hook, and inside `gather`.
         """
         if not self._process.is_here:
             return
+        self._model_passes.refuse_inside("close()")
         try:
             if self.background is not None:
                 self.background.close()

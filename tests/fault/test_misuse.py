@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import textwrap
 from pathlib import Path
 
@@ -186,6 +187,39 @@ def test_close_ends_the_engine_of_a_model(tmp_path):
     assert engine.is_closed
     with pytest.raises(infinity.InfinityError, match="Linear is not offloaded"):
         infinity.close(model)
+
+
+@pytest.mark.parametrize("place", ["parameter", "module", "forward", "gather", "node"])
+def test_close_where_weights_are_in_use_is_refused_and_training_goes_on(place, tmp_path):
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = infinity.offload(copy.deepcopy(plain), swap_config(tmp_path))
+    ones = torch.ones(1, 4)
+
+    def close(*unused: object) -> None:
+        infinity.close(model)
+
+    places = {
+        "parameter": lambda: model[0].weight.register_hook(close),
+        "module": lambda: model[1].register_full_backward_hook(close),
+        "forward": lambda: model[1].register_forward_hook(close),
+    }
+    hook = places[place]() if place in places else None
+    refused = pytest.raises(InfinityError, match=r"close\(\) inside a forward, a backward or inf")
+    with refused, infinity.gather(model) if place == "gather" else contextlib.nullcontext():
+        loss = model(ones).sum()
+        if place == "node":  # No weight is in use yet.
+            loss.register_hook(close)
+        if place == "gather":
+            close()
+        loss.backward()
+    if hook is not None:
+        hook.remove()
+    model.zero_grad()
+    model(ones).sum().backward()
+    plain(ones).sum().backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+    infinity.close(model)
 
 
 def test_every_public_name_can_be_imported_from_the_package():

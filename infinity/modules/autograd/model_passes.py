@@ -118,8 +118,19 @@ class ModelPasses:
 
     def _is_read_elsewhere(self) -> bool:
         self.reset()
-        is_own = get_ident() in self._uses.users or current_backward() != OUTSIDE_BACKWARD
-        return not is_own and bool(self._weight_cache.in_use())
+        return not self._is_read_here and bool(self._weight_cache.in_use())
+
+    @property
+    def _is_read_here(self) -> bool:
+        return get_ident() in self._uses.users or current_backward() != OUTSIDE_BACKWARD
+
+    def refuse_inside(self, what: str) -> None:
+        """Raises InfinityError, which names the caller, where this thread runs a pass or reads."""
+        if self._is_read_here or (self._turns.is_taken and not self._turns.is_elsewhere):
+            raise InfinityError(
+                f"{what} inside a forward, a backward or infinity.gather() of the model, which "
+                "need its weights to their end; call it afterwards"
+            )
 
     def _begin_pass(self, kind: str) -> None:
         with UNINTERRUPTED, self._lock:
