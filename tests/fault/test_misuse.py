@@ -222,6 +222,16 @@ def test_close_where_weights_are_in_use_is_refused_and_training_goes_on(place, t
     infinity.close(model)
 
 
+@pytest.mark.parametrize("wrapper", [nn.parallel.DistributedDataParallel, nn.DataParallel])
+def test_wrappers_that_would_sum_gradients_again_are_refused(wrapper, tmp_path):
+    model = infinity.offload(nn.Sequential(nn.Linear(4, 4)), swap_config(tmp_path))
+    for module in (model, model[0]):
+        with pytest.raises(UnsupportedError, match=f"{wrapper.__name__} of a model .*as it is"):
+            wrapper(module)
+    infinity.close(model)
+    assert type(nn.DataParallel(nn.Linear(4, 4)).module) is nn.Linear
+
+
 def test_every_public_name_can_be_imported_from_the_package():
     assert infinity.StorageError is infinity.errors.StorageError
     for name in infinity.__all__:

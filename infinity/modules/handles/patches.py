@@ -11,6 +11,8 @@ and nothing is ever put back: another module may have kept what it found.
       would be None on a compute parameter, because the gradient leaves it for the store
   torch.utils.swap_tensors
       would exchange a handle and leave the module with the old value
+  DistributedDataParallel, DataParallel
+      would wait for gradients of handles, or copy handles, beside the engine's own ranks
 
 Note [Functions of autograd]
   A handle passed to one would be a leaf beside the compute parameter, and its gradient would never
@@ -48,6 +50,7 @@ from torch import nn
 from torch.autograd.function import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
+from infinity.errors import UnsupportedError
 from infinity.modules.handles.edits import WeightEdits
 from infinity.modules.handles.handle import Handle, backward_of_handles, find_handles, refuse_swap
 from infinity.modules.handles.originals import followed, plain_swap_tensors
@@ -69,6 +72,8 @@ def install() -> None:
     if "apply" in vars(SingleLevelFunction):
         return
     SingleLevelFunction.apply = classmethod(_apply)
+    for wrapper in (nn.parallel.DistributedDataParallel, nn.DataParallel):
+        wrapper.__init__ = _of_plain_modules(wrapper.__init__)  # type: ignore[method-assign]
     for kind in (ScriptFunction, ScriptMethod):
         kind.__call__ = _looking(kind.__call__)
     if vars(Function)["apply"] is vars(FunctionBase)["apply"]:
@@ -137,6 +142,21 @@ def _replaced(holder: Any, early: Any, later: Any) -> bool:
 
 def _names_of(value: Any, table: Mapping[Any, Any]) -> list[Any]:
     return [name for name, found in table.items() if found is value]
+
+
+def _of_plain_modules(begin: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(begin)
+    def begin_plain(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        offloaded = [name for name, p in module.named_parameters() if isinstance(p, Handle)]
+        if offloaded:
+            raise UnsupportedError(
+                f"{type(wrapper).__name__} of a model whose {offloaded[0]!r} is offloaded: the "
+                "engine shares it among the ranks of torch.distributed and averages its gradients; "
+                "use the model as it is, and wrap only modules that are not offloaded"
+            )
+        begin(wrapper, module, *args, **kwargs)
+
+    return begin_plain
 
 
 def _looking(call: Callable[..., Any]) -> Callable[..., Any]:
