@@ -206,10 +206,13 @@ def scheme_of(
     method = method_of(quantization)
     try:
         if str(method) not in _SCHEMES:
+            remedy = "Use a checkpoint in one of those, or the bfloat16 one of the model"
+            if method == "torchao":
+                remedy = "infinity convert DIR -o OUT makes a bfloat16 model of it"
             raise ConfigError(
                 f"{where}: its weights are quantized with quant_method={method!r}; codecs exist "
-                f"for {', '.join(_SCHEMES)}. Use a checkpoint in one of those, or the bfloat16 one "
-                "of the model, of which `infinity quantize` makes a smaller one"
+                f"for {', '.join(_SCHEMES)}. {remedy}, of which `infinity quantize` makes a "
+                "smaller one"
             )
         _check_kinds(quantization, where)
         scheme = _SCHEMES[str(method)](quantization, where)

@@ -43,7 +43,8 @@ _OF_NO_CODEC = {
     "_weight_scale": "is of experts that modelopt has packed into one tensor, which no codec "
     "reads; infinity convert DIR -o OUT writes a matrix for each expert of Llama 4",
     ".pre_quant_scale": "multiplies the inputs of a layer, which transformers' class does not do; "
-    "use a checkpoint that modelopt has quantized without AWQ and SVDQuant (NVFP4)",
+    "infinity convert DIR -o OUT multiplies the weights, which become bfloat16. Or use a "
+    "checkpoint that modelopt has quantized without AWQ and SVDQuant (NVFP4)",
 }
 
 

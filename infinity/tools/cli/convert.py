@@ -75,15 +75,15 @@ def quantize(
 def convert(
     source: Path = arg(
         "SOURCE",
-        "A .gguf file (of a split the first one), or a directory with pytorch_model.bin, or "
-        "with experts of Llama 4 that modelopt has packed.",
+        "A .gguf file (of a split the first one), or a directory: with pytorch_model.bin, tensors "
+        "of torchao, experts of Llama 4 that modelopt has packed, or its pre_quant_scale.",
     ),
     out: Path = _OUT,
 ) -> None:
-    """Make a directory of safetensors from other formats, with the same bits.
+    """Make a directory of safetensors from other formats.
 
-    Blocks of GGUF stay quantised as they are; those of IQ1 to IQ3 and TQ become bfloat16. One
-    tensor is in memory at a time.
+    Codes stay as they are. GGUF's IQ1 to IQ3 and TQ, torchao's tensors, and the weights whose
+    inputs modelopt scales become plain numbers. One tensor is in memory at a time.
     """
     from infinity.config.extras import require_transformers
 
@@ -95,10 +95,11 @@ def convert(
     else:
         from infinity.config.paths import refuse_no_directory
         from infinity.tools.convert.experts import plan_apart
-        from infinity.tools.convert.pickled import plan_pickled
+        from infinity.tools.convert.foreign import plan_pickled, plan_scaled, plan_torchao
 
         refuse_no_directory(source)
-        plan = plan_apart(source) or plan_pickled(source)
+        found = plan_torchao(source) or plan_apart(source) or plan_scaled(source)
+        plan = found or plan_pickled(source)
     _write(plan, out)
 
 
