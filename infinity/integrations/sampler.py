@@ -123,6 +123,7 @@ class Server:
         return found
 
     @property
+    @_readable
     def kind(self) -> Literal["vllm", "sglang"]:
         """The server of which this is one, by the owner that it gives its models."""
         if self._kind is None:

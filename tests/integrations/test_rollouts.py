@@ -262,6 +262,7 @@ TOKENS = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.0, -2.0]}}
         ("models", {"data": [1]}, "one of data is 1; expected a table"),
         ("models", {"data": "x"}, "data is 'x'; expected a list"),
         ("models", "[" * 4000, "nested too deeply"),
+        ("load_adapter", {"data": [1]}, "one of data is 1; expected a table"),
         ("sample", {"choices": ["s"]}, "one of choices is 's'"),
         ("sample", {"choices": [{"logprobs": {"token_logprobs": [-1.0], "tokens": ["token_id:a"]}}]},
          "gives no token ids"),
@@ -275,7 +276,10 @@ TOKENS = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.0, -2.0]}}
     ],
 )  # fmt: skip
 def test_an_answer_of_another_form_is_refused(method: str, content: Any, said: str) -> None:
-    arguments: dict[str, Any] = {"models": (), "sample": ("m", [5], 1), "log_probs": ("m", [5, 6])}
+    arguments: dict[str, Any] = {
+        "models": (), "load_adapter": ("m", "a", Path("a")), "sample": ("m", [5], 1),
+        "log_probs": ("m", [5, 6]),
+    }  # fmt: skip
     with serving(lambda *_: (200, content)) as url, pytest.raises(ConfigError, match=said):
         getattr(Server(url), method)(*arguments[method])
 
