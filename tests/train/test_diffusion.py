@@ -9,6 +9,7 @@ import json
 import shutil
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -27,7 +28,7 @@ from infinity.config.hub import in_hub_cache
 from infinity.config.paths import with_located_model
 from infinity.config.schema import changed
 from infinity.config.schema.inputs import AdapterConfig
-from infinity.errors import ConfigError, CorruptionError
+from infinity.errors import ConfigError, CorruptionError, UnsupportedError
 from infinity.modules.reading.configuration import config_of_directory
 from infinity.tools.training import denoising, latents, program
 from infinity.tools.training.model import build_model, plan_model
@@ -582,6 +583,19 @@ def test_an_image_without_a_caption_is_named(home: Path, tmp_path: Path) -> None
     config = config_of(job_of(tmp_path, home, "flux"))
     with pytest.raises(ConfigError, match=r"3\.png has no caption; expected it in .*3\.txt"):
         latents.load_images([DataSource(path=tmp_path / "images")], config)
+
+
+def test_a_caption_that_the_pipeline_pads_is_refused() -> None:
+    family, text = denoising.FAMILIES["QwenImagePipeline"], torch.ones(1, 4, 8)
+
+    def embeddings(mask: Tensor | None) -> dict[str, Tensor]:
+        encoder = SimpleNamespace(encode_prompt=lambda *_, **__: (text, mask))
+        return family.embeddings(encoder, "a cat", 4)
+
+    for full in (None, torch.ones(1, 4, dtype=torch.int64)):
+        assert embeddings(full)["encoder_hidden_states"].equal(text[0])
+    with pytest.raises(UnsupportedError, match="pads the caption 'a cat' to 4 tokens, of which 3"):
+        embeddings(torch.tensor([[1, 1, 1, 0]]))
 
 
 def test_a_pipeline_that_is_not_known_is_refused_with_those_that_are(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from infinity.config import JobConfig
 from infinity.config.extras import installed
-from infinity.errors import ConfigError, refusing
+from infinity.errors import ConfigError, UnsupportedError, refusing
 from infinity.modules.reading.configuration import CLASS_NAME, table_of_file
 from infinity.tools.training.base_identity import sha256_of
 from infinity.tools.training.process import give_back
@@ -43,6 +43,7 @@ class Family:
         channel; otherwise one shift and one scale for all
     num_prompts: of `encode_prompt`, one for each encoder, which takes the first where it has None
     pooled: the place of the pooled embedding in what `encode_prompt` returns; None without one
+    mask: the place of the mask of the tokens that are no padding; None without one
     options: of `encode_prompt`
     """
 
@@ -52,12 +53,23 @@ class Family:
     has_frames: bool = False
     num_prompts: int = 1
     pooled: int | None = None
+    mask: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def embeddings(self, pipeline: Any, caption: str, length: int) -> Tensors:
-        """Returns what the text encoders make of a caption, one row of each argument."""
+        """Returns what the text encoders make of a caption, one row of each argument. Raises
+        UnsupportedError where a part of it is padding, which the transformer would take for
+        text."""
         prompts = [[caption], *[None] * (self.num_prompts - 1)]
         found = pipeline.encode_prompt(*prompts, max_sequence_length=length, **self.options)
+        mask = None if self.mask is None else found[self.mask]  # None stands for a full one.
+        if mask is not None and not bool(mask.all()):
+            raise UnsupportedError(
+                f"the {type(pipeline).__name__} pads the caption {caption!r:.40} to "
+                f"{mask.numel()} tokens, of which {int(mask.sum())} are text; expected no padding "
+                "of a single caption: take the tokenizer and the diffusers that the pipeline was "
+                "published for"
+            )
         places = {"encoder_hidden_states": 0, "pooled_projections": self.pooled}
         return {name: found[place][0] for name, place in places.items() if place is not None}
 
@@ -373,7 +385,9 @@ def _plain(own: Denoising, model: Any, noisy: Tensor, times: Tensor, batch: Tens
 _ALONE = {"do_classifier_free_guidance": False}
 FAMILIES = {
     "FluxPipeline": Family("FluxTransformer2DModel", _flux, 512, num_prompts=2, pooled=1),
-    "QwenImagePipeline": Family("QwenImageTransformer2DModel", _qwen, 1024, has_frames=True),
+    "QwenImagePipeline": Family(
+        "QwenImageTransformer2DModel", _qwen, 1024, has_frames=True, mask=1
+    ),
     "StableDiffusion3Pipeline": Family(
         "SD3Transformer2DModel", _plain, 512, num_prompts=3, pooled=2, options=_ALONE
     ),
