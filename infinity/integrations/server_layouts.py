@@ -90,22 +90,21 @@ _INSIDE = {"original_module", "modules_to_save", "token_adapter"}
 
 
 def base_on_meta(
-    base: Path, hf_config: Any, *, kind: Any = None, trusts_code: bool = False
-) -> tuple[WeightSource, Any, list[TensorGroup]]:
-    """Returns the weights of a directory, its model on meta, and the groups of its import.
+    source: WeightSource, hf_config: Any, *, kind: Any = None, trusts_code: bool = False
+) -> tuple[Any, list[TensorGroup]]:
+    """Returns the model of a directory of weights on meta, and the groups of its import.
 
     hf_config: of the directory; kind: of `empty_model`
 
-    Raises ConfigError, CorruptionError and StorageError as `weight_source` and `empty_model`.
+    Raises ConfigError, CorruptionError and StorageError as `WeightSource.plan` and `empty_model`.
     """
-    source = weight_source(base)
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
     # Some configurations name the dtype of codes.
     dtype = hf_config.dtype if hf_config.dtype in FORMS else torch.float32
-    where = str(base / "config.json")
+    where = str(source.path / "config.json")
     model = empty_model(hf_config, dtype, where, trusts_code=trusts_code, kind=kind)
-    return source, model, source.plan(model, strict=False).groups
+    return model, source.plan(model, strict=False).groups
 
 
 def changes_of_tensors(
@@ -321,7 +320,8 @@ def write_for_server(saved: Path, model: Any, server: str, out: Path) -> None:
     hf_config = copy.deepcopy(found.config)
     hf_config.dtype = torch.float32  # PEFT rounds what it loads to the dtype of the base.
     trusts_code = type(found).__module__.startswith("transformers_modules")
-    source, empty, groups = base_on_meta(base, hf_config, trusts_code=trusts_code)
+    source = weight_source(base)
+    empty, groups = base_on_meta(source, hf_config, trusts_code=trusts_code)
     adapted = PeftModel.from_pretrained(
         empty, str(saved), low_cpu_mem_usage=True, torch_device="cpu"
     )

@@ -202,6 +202,9 @@ def test_an_adapter_of_another_base_is_refused_by_name(tmp_path) -> None:
         plan_merge(tmp_path / "other", tmp_path / "adapter")
     with pytest.raises(ConfigError, match="no adapter_config.json"):
         plan_merge(tmp_path / "base", tmp_path / "base")
+    for name, said in (("none", "is no directory"), ("adapter", "has neither model.safetensors")):
+        with pytest.raises(ConfigError, match=f"^{tmp_path / name} {said}"):
+            plan_merge(tmp_path / name, tmp_path / "adapter")
 
 
 def test_the_identity_of_a_base_is_that_of_its_values_however_they_are_stored(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from infinity.checkpoint.huggingface.import_weights import WeightSource
+from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
 from infinity.checkpoint.huggingface.names import (
     PlacedSource,
     TensorGroup,
@@ -102,11 +102,12 @@ def read_changes(
     Raises as `plan_merge`, for a change of one of two tied weights only where it `is_merged` into
     the base.
     """
+    source = weight_source(base)  # First: what it refuses is the base that was named, not a key.
     config, kind = config_of_directory(base), None
     if (num_labels := num_labels_of(adapter)) is not None:
         where = str(base / "config.json")
         config.num_labels, kind = num_labels, auto_class(config, where, purpose="scores sequences")
-    source, model, groups = base_on_meta(base, config, kind=kind)
+    model, groups = base_on_meta(source, config, kind=kind)
     tied: dict[int, list[str]] = {}  # The names of each parameter.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
