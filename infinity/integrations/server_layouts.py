@@ -15,6 +15,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -320,12 +321,12 @@ def write_for_server(saved: Path, model: Any, server: str, out: Path) -> None:
     hf_config = copy.deepcopy(found.config)
     hf_config.dtype = torch.float32  # PEFT rounds what it loads to the dtype of the base.
     trusts_code = type(found).__module__.startswith("transformers_modules")
-    source = weight_source(base)
-    empty, groups = base_on_meta(source, hf_config, trusts_code=trusts_code)
-    adapted = PeftModel.from_pretrained(
-        empty, str(saved), low_cpu_mem_usage=True, torch_device="cpu"
-    )
-    changes = changes_of_tensors(adapted, adapter_layers(adapted), source, groups)
+    with closing(weight_source(base)) as source:
+        empty, groups = base_on_meta(source, hf_config, trusts_code=trusts_code)
+        adapted = PeftModel.from_pretrained(
+            empty, str(saved), low_cpu_mem_usage=True, torch_device="cpu"
+        )
+        changes = changes_of_tensors(adapted, adapter_layers(adapted), source, groups)
     plan_layout(LOADERS[server], saved, adapted, changes)(out)
 
 
