@@ -127,6 +127,8 @@ build=$!
 install_torch || { wait "$build" || true; die "torch could not be installed"; }
 wait "$build"
 "${package[@]}" -e ".${all:+[$all]}"
+# Aside, for the test that needs it: PEFT imports a torchao that it finds, whatever it is used for.
+[[ ",$all," != *,dev,* ]] || "${pip[@]}" --no-deps --upgrade --target .venv/torchao torchao
 .venv/bin/python -c '
 from infinity import _core
 if not _core.HAS_URING:

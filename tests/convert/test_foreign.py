@@ -4,24 +4,23 @@ is unpickled; torchao's tensors, which have torchao's own numbers; inputs that m
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-from torchao.quantization import (
-    Float8WeightOnlyConfig,
-    Int8WeightOnlyConfig,
-    IntxWeightOnlyConfig,
-    quantize_,
-)
 
 from infinity.checkpoint import weight_source
+from infinity.codecs.detect import scheme_of
 from infinity.errors import ConfigError, CorruptionError
 from infinity.tools.convert.foreign import plan_pickled, plan_scaled, plan_torchao
 from infinity.tools.convert.rewrite import write_directory
+from tests.convert import torchao_tensors
 from tests.support.commands import run_command
 from tests.support.quantized import tiny_causal_lm, write_quantized
 
@@ -109,57 +108,32 @@ def test_other_content_than_tensors_is_named(tmp_path: Path) -> None:
         plan_pickled(base)
 
 
-KINDS = {
-    "int8": Int8WeightOnlyConfig(),
-    "fp8": Float8WeightOnlyConfig(),
-    "int4 in int8": IntxWeightOnlyConfig(weight_dtype=torch.int4),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensors_of_torchao_become_the_numbers_that_torchao_computes(
-    kind: str, tmp_path: Path
-) -> None:
+def test_tensors_of_torchao_become_the_numbers_that_torchao_computes(tmp_path: Path) -> None:
     """Also where the parts of one lie in several files."""
-    model = tiny_causal_lm("llama", num_hidden_layers=1)
-    quantize_(model.model, KINDS[kind])
-    expected = {name: _numbers(value) for name, value in model.state_dict().items()}
-    stored, told = flatten_tensor_state_dict(model.state_dict())
-    base, names = tmp_path / "base", sorted(stored)
-    base.mkdir()
-    config = model.config.to_dict() | {"quantization_config": {"quant_method": "torchao"}}
-    (base / "config.json").write_text(json.dumps(config))
-    for number in range(2):
-        part = {name: stored[name] for name in names[number::2]}
-        own = told if number == 0 else {"tensor_names": "[]"}
-        save_file(part, base / f"model-{number + 1:05}-of-00002.safetensors", metadata=own)
-    weight_map = {
-        name: f"model-{i % 2 + 1:05}-of-00002.safetensors" for i, name in enumerate(names)
-    }
-    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    torchao_tensors.write_config(tmp_path / "base")
+    with pytest.raises(ConfigError, match="which decodes them: pip install torchao"):
+        plan_torchao(tmp_path / "base")
     with pytest.raises(ConfigError, match="quant_method='torchao'.* infinity convert DIR"):
-        weight_source(base)
-
-    assert run_command("convert", base, "-o", tmp_path / "out").exit_code == 0
-    with closing(weight_source(tmp_path / "out")) as source:
-        found = {name: source.read(name) for name in source.names()}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert any(type(value) is not torch.Tensor for value in model.state_dict().values())
+        scheme_of({"quant_method": "torchao"}, "here")
+    code = [sys.executable, "-m", torchao_tensors.__name__, str(tmp_path)]
+    beside = f"{Path(sys.prefix, 'torchao')}{os.pathsep}{Path(__file__).parents[2]}"
+    subprocess.run(code, env=os.environ | {"PYTHONPATH": beside}, check=True)
+    assert (tmp_path / "int4-in-int8-out" / "config.json").is_file()
 
 
-def _numbers(value: torch.Tensor) -> torch.Tensor:
-    return value.dequantize() if type(value) is not torch.Tensor else value
-
-
-def test_broken_metadata_of_torchao_is_an_error_of_its_file(tmp_path: Path) -> None:
-    config = {"quantization_config": {"quant_method": "torchao"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_broken_metadata_of_torchao_is_an_error_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(__spec__=object()))
+    torchao_tensors.write_config(tmp_path)
     with pytest.raises(ConfigError, match="has pickled tensors of torchao"):
         plan_torchao(tmp_path)
     told = {"tensor_names": '["a.weight"]', "a.weight": "{"}
     save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata=told)
-    with pytest.raises(ConfigError, match="model.safetensors: torchao's metadata cannot be read"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.safetensors: torchao's metadata cannot be read: Expecting property",
+    ):
         plan_torchao(tmp_path)
 
 

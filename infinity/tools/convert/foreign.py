@@ -131,9 +131,10 @@ def _torchao_tensors(
     directory: Path, metadata: Mapping[str, str], stored: Mapping[str, SafetensorsReader]
 ) -> Iterator[tuple[str, PlannedTensor]]:
     """Yields the tensors that the metadata of a file names, by name."""
-    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     def tensor(parts: Sequence[str], told: Mapping[str, str], *, is_read: bool) -> Any:
+        from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
         facts = [(stored[part], stored[part].tensors[part]) for part in parts]
         values = {
             info.name: reader.read(info.name) if is_read
