@@ -270,6 +270,18 @@ def test_a_server_that_is_wrong_after_the_first_prompts_is_not_called_as_trained
     assert verdict.outcome == "unexplained" and "later ones" in verdict.sentence
 
 
+def test_over_another_base_nothing_is_called_as_trained() -> None:
+    """Although what is served is nearer to the adapter than to its absence."""
+    random = np.random.default_rng(0)
+    base, change = random.normal(-3, 1, (16, 5)), random.normal(0, 1, (16, 5))
+    other = base + random.normal(0, 0.25, base.shape)
+    sheet = Sheet({}, {}, [[1] * 6] * 16, (base + change).tolist(), base.tolist(), {ALL: ["m"]}, [])
+    verdict = judge(sheet, (other + change).tolist(), other.tolist())
+    assert verdict.outcome == "unclear" and "serve that base, in its dtype" in verdict.sentence
+    near = base + (other - base) / 100
+    assert judge(sheet, (near + change).tolist(), near.tolist()).outcome == "served"
+
+
 def test_a_sheet_has_digests_and_versions_and_is_refused_when_it_is_damaged(
     trained: Path, tmp_path: Path
 ) -> None:

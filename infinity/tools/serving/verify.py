@@ -124,10 +124,11 @@ def _outcome(
 ) -> tuple[Outcome, str]:
     nearest = states[0]
     trained = next(state for state in states if state.fault == "as trained")
-    if effect <= noise or not effect:
+    if noise > _LEFT * effect or not effect:
         return "unclear", (
-            f"the adapter changes these prompts by {effect:.3g} nats, which is no more than the "
-            f"noise of {noise:.3g}: use prompts like those that it was trained on"
+            f"the adapter changes these prompts by {effect:.3g} nats, and the base alone is served "
+            f"{noise / 3:.3g} nats from the one that it was trained over: serve that base, in its "
+            "dtype and with its config.json, or use prompts like those that it was trained on"
         )
     if deviation <= noise:
         return (
