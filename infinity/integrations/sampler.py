@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from infinity import bounded
 from infinity.bounded import MalformedError, field, integer, list_of, table_of
 from infinity.errors import ConfigError, UnsupportedError, listed, refusing, reporting
-from infinity.integrations.server_layouts import write_for_server
+from infinity.integrations.server_layouts import LOADERS, over_its_base, plan_layout
 
 _TIMEOUT_S, _GREETING_S = 600, 30
 _TOP = 100  # Tokens that a server without the log-probabilities of prompts gives at each position.
@@ -270,6 +270,7 @@ class ServerSampler:
         self._base = model or self._server.only_model("name the base with `model`", is_base=True)
         self._directory = None if directory is None else Path(directory).absolute()
         self._model = self._base
+        self._known: Any = NotImplemented  # Of `over_its_base`, once an adapter was written.
         self._server.sample(self._base, [1], 1, max_tokens=1)
 
     def check(self, trainer: Any) -> None:
@@ -332,10 +333,24 @@ class ServerSampler:
                         saved, selected_adapters=[adapter], save_embedding_layers=False
                     )
                     written = saved if adapter == "default" else saved / adapter
-                    write_for_server(written, trainer.model, self._server.kind, place)
+                    self._write(written, place)
                     shutil.rmtree(saved)
                 self._model = self._server.load_adapter(self._base, name, place)
         self._model = broadcast_object_list([self._model])[0]
+
+    def _write(self, saved: Path, place: Path) -> None:
+        """Writes an adapter that PEFT has just saved as the server reads it. Raises
+        UnsupportedError for what it does not load, before the first step."""
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        if self._known is NotImplemented:
+            self._known = over_its_base(saved, self._trainer.model)
+        elif self._known is not None:
+            set_peft_model_state_dict(self._known[0], load_peft_weights(str(saved), device="cpu"))
+        if self._known is None:
+            shutil.copytree(saved, place, dirs_exist_ok=True)
+        else:
+            plan_layout(LOADERS[self._server.kind], saved, *self._known)(place)
 
     def _forget(self) -> None:
         """Lets the server unload adapters of this process, and of those with this output directory

@@ -29,7 +29,7 @@ from infinity.errors import ConfigError
 from infinity.integrations import rollouts
 from infinity.integrations.rollouts import AdapterReward
 from infinity.integrations.sampler import ServerSampler
-from infinity.integrations.server_layouts import write_for_server
+from infinity.integrations.server_layouts import over_its_base
 from infinity.tools.training import program
 from infinity.tools.training.base_identity import identify, write_identity
 from infinity.tools.training.chat import CHATML
@@ -421,4 +421,4 @@ def test_experts_over_a_base_that_is_no_directory_are_not_handed_over(tmp_path: 
     model = tiny_causal_lm("qwen3-moe", num_hidden_layers=1, num_experts=4)
     config = peft.LoraConfig(target_parameters=["experts.down_proj"], task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match=r"experts by the names of the checkpoint.*DIRECTORY"):
-        write_for_server(tmp_path, peft.get_peft_model(model, config), "vllm", tmp_path / "out")
+        over_its_base(tmp_path, peft.get_peft_model(model, config))
