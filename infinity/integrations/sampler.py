@@ -270,7 +270,7 @@ class ServerSampler:
         self._base = model or self._server.only_model("name the base with `model`", is_base=True)
         self._directory = None if directory is None else Path(directory).absolute()
         self._model = self._base
-        self._known: Any = NotImplemented  # Of `over_its_base`, once an adapter was written.
+        self._known: Any = None  # Of `over_its_base`, once an adapter was written.
         self._server.sample(self._base, [1], 1, max_tokens=1)
 
     def check(self, trainer: Any) -> None:
@@ -343,9 +343,9 @@ class ServerSampler:
         UnsupportedError for what it does not load, before the first step."""
         from peft import load_peft_weights, set_peft_model_state_dict
 
-        if self._known is NotImplemented:
+        if self._known is None:
             self._known = over_its_base(saved, self._trainer.model)
-        elif self._known is not None:
+        else:
             set_peft_model_state_dict(self._known[0], load_peft_weights(str(saved), device="cpu"))
         if self._known is None:
             shutil.copytree(saved, place, dirs_exist_ok=True)
