@@ -67,6 +67,14 @@ def test_every_tensor_keeps_its_bits(shards: int, tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*.bin*"))
 
 
+def test_safetensors_that_are_no_weights_of_the_model_do_not_count(tmp_path: Path) -> None:
+    base = directory(tmp_path / "base")
+    for name in ("vae.safetensors", "encoder.safetensors"):
+        save_file({"a.weight": torch.ones(2)}, base / name)
+    assert run_command("convert", base, "-o", tmp_path / "out").exit_code == 0
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors().keys()
+
+
 def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
     base = directory(tmp_path / "base")
 

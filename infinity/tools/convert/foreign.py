@@ -18,7 +18,7 @@ import torch
 
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
-from infinity.checkpoint.huggingface.weight_tensors import WeightTensors, read_config, read_index
+from infinity.checkpoint.huggingface.weight_tensors import read_config, read_index
 from infinity.errors import ConfigError, corrupt, refusing
 from infinity.tools.convert.quantize import plain, without_quantisation
 from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor, as_numbers, copied
@@ -175,13 +175,13 @@ def plan_scaled(directory: Path) -> DirectoryPlan | None:
     The product W (s x) of modelopt is here (W s) x: W and s are multiplied in float32 and rounded
     once. Raises ConfigError for factors without a weight of as many columns, and as `WeightSource`.
     """
-    if not any(directory.glob("*.safetensors")):
+    factors = set[str]()
+    for file in directory.glob("*.safetensors"):
+        with SafetensorsReader(file) as reader:
+            factors |= {name for name in reader.tensors if name.endswith(_INPUT_SCALE)}
+    if not factors:
         return None
     source = _Scaled(directory)
-    factors = {n for n in WeightTensors.stored_facts(source) if n.endswith(_INPUT_SCALE)}
-    if not factors:
-        source.close()
-        return None
     plan = DirectoryPlan.of(source, without_quantisation(read_config(directory)))
     for name in source.names():
         shape, scale = source.shape(name), name.removesuffix(".weight") + _INPUT_SCALE
