@@ -459,8 +459,8 @@ class Engine(Closing):
 
     def scale_gradients(self, params: Iterable[OffloadedParam], factor: float) -> None:
         """Multiplies these gradients by an fp32 value. Their norms were asked for last."""
-        for param in params if factor != 1 else ():
-            self._grads.scale(param, factor)
+        if factor != 1:
+            self._grads.scale(params, factor)
 
     def zero_gradients(self, params: Iterable[OffloadedParam], *, set_to_none: bool) -> None:
         """Drops the gradients of `params`, or fills them with zeros if not `set_to_none`. Raises

@@ -68,7 +68,12 @@ def engines() -> list[Engine]:
 
 def owner_of(tensor: Any) -> Engine | None:
     """Returns the engine of a handle or compute parameter, or None for any other tensor."""
-    found = getattr(tiles_of(tensor)[0], "_offloaded_by", None)
+    return owner_of_tile(tiles_of(tensor)[0])
+
+
+def owner_of_tile(tile: Any) -> Engine | None:
+    """Returns what `owner_of` does, of a tensor from `tiles_of`."""
+    found = getattr(tile, "_offloaded_by", None)
     return None if found is None else found()
 
 

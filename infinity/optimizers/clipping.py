@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from infinity.engine.engine import Engine
-from infinity.engine.registry import owner_of
+from infinity.engine.registry import owner_of, owner_of_tile
 from infinity.errors import NonFiniteError, UnsupportedError
 from infinity.modules.autograd.param import OffloadedParam
 from infinity.modules.tiling.split import tiles_of
@@ -26,6 +26,7 @@ class Measured:
     norms of their gradients. `norm`: that of all of them, an fp32 scalar on the host."""
 
     params: Sequence[OffloadedParam | torch.Tensor]
+    owners: Sequence[Engine | None]  # Of `params`; None: a plain tensor.
     norms: Sequence[torch.Tensor]
     norm: torch.Tensor
     norm_type: float
@@ -42,12 +43,10 @@ class Measured:
         """Multiplies the gradients by the factor that brings `norm` to `max_norm` at most."""
         factor = torch.clamp(max_norm / (self.norm + 1e-6), max=1.0)
         for param in self.params:
-            if isinstance(param, OffloadedParam):
-                engine = owner_of(param.handle)
-                assert engine is not None
-                engine.scale_gradients([param], float(factor))
-            elif param.grad is not None:
+            if isinstance(param, torch.Tensor) and param.grad is not None:
                 param.grad.mul_(factor.to(param.grad.device))
+        for engine, params in by_engine(self.params, self.owners).items():
+            engine.scale_gradients(params, float(factor))
 
 
 @torch.no_grad()
@@ -55,9 +54,12 @@ def measured(parameters: Iterable[Any], norm_type: float = 2.0) -> Measured:
     """Returns the norms of the gradients of these parameters. Over ranks `norm_type` is 2, and
     gradients are sums over ranks."""
     tiles = [tile for parameter in parameters for tile in tiles_of(parameter)]
-    owners = [owner_of(tile) for tile in tiles]
+    owners = [owner_of_tile(tile) for tile in tiles]
+    params = {
+        engine: iter(engine.params_of(own)) for engine, own in by_engine(tiles, owners).items()
+    }
     items = [
-        tile if owner is None else owner.params_of([tile])[0]
+        tile if owner is None else next(params[owner])
         for tile, owner in zip(tiles, owners, strict=True)
     ]
     norms: dict[int, torch.Tensor] = {
@@ -65,15 +67,23 @@ def measured(parameters: Iterable[Any], norm_type: float = 2.0) -> Measured:
         for item in items
         if isinstance(item, torch.Tensor) and item.grad is not None
     }
-    for engine in engines_of(tiles):
-        own = [item for item, owner in zip(items, owners, strict=True) if owner is engine]
+    for engine, own in by_engine(items, owners).items():
         norms |= _norms_of(engine, list(dict.fromkeys(own)), norm_type)
-    there = [item for item in items if id(item) in norms]
-    in_order = [norms[id(item)] for item in there]
+    there = [pair for pair in zip(items, owners, strict=True) if id(pair[0]) in norms]
+    in_order = [norms[id(item)] for item, _ in there]
     total = torch.tensor(0.0, device="cpu")
     if in_order:
         total = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
-    return Measured(there, in_order, total, norm_type)
+    return Measured([p for p, _ in there], [o for _, o in there], in_order, total, norm_type)
+
+
+def by_engine(items: Iterable[Any], owners: Iterable[Engine | None]) -> dict[Engine, list[Any]]:
+    """Returns the items of each engine, in order; `owners` has the engine of each item, or None."""
+    found: dict[Engine, list[Any]] = {}
+    for item, owner in zip(items, owners, strict=True):
+        if owner is not None:
+            found.setdefault(owner, []).append(item)
+    return found
 
 
 def _norms_of(

@@ -83,6 +83,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         # By id of the handle. A parameter makes a step if it has a gradient.
         self._steps: dict[int, int] = {}
         self._groups: dict[int, dict[str, Any]] = {}  # By id of the handle.
+        # The last answer of `_in_groups`, and the ids of groups and handles that it was for.
+        self._looked_up: tuple[list[list[int]], list[OffloadedParam]] = [], []
         self._engine: Engine | None = None
         self.max_grad_norm = max_grad_norm
         self.always_norm = options.get("always_norm", False)
@@ -164,13 +166,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _in_groups(self) -> list[OffloadedParam]:
         """Returns the parameters of `param_groups`, which a program may have changed itself."""
-        found: dict[int, OffloadedParam] = {}
-        for group in self.param_groups:
-            for handle in group["params"]:
-                found[id(handle)] = self._params.get(id(handle)) or self._find(handle)
-                self._groups[id(handle)] = group
-        self._params.update(found)  # What was taken out keeps its state.
-        return list(found.values())
+        # Objects that are looked up by their ids are kept, so no other object gets one of these.
+        ids = [[id(group), *map(id, group["params"])] for group in self.param_groups]
+        if ids != self._looked_up[0]:
+            found: dict[int, OffloadedParam] = {}
+            for group in self.param_groups:
+                for handle in group["params"]:
+                    found[id(handle)] = self._params.get(id(handle)) or self._find(handle)
+                    self._groups[id(handle)] = group
+            self._params.update(found)  # What was taken out keeps its state.
+            self._looked_up = ids, list(found.values())
+        return self._looked_up[1]
 
     def _own(self, params: Iterable[OffloadedParam]) -> None:
         """Takes parameters from the optimizers that had them, which keep them if this one is

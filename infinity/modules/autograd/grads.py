@@ -183,13 +183,14 @@ class ParamGrads:
         with self._lock:
             self._gradients.forget(param.spec)
 
-    def scale(self, param: OffloadedParam, factor: float) -> None:
-        """Multiplies the gradient by an fp32 value, as `mul_` does. The next reader of the
-        gradient applies the factor; there may be no pending updates."""
+    def scale(self, params: Iterable[OffloadedParam], factor: float) -> None:
+        """Multiplies gradients by an fp32 value, as `mul_` does. The next reader of a gradient
+        applies the factor; there may be no pending updates."""
         with UNINTERRUPTED, self._lock:
-            if self._gradients.factors([param.spec]):  # Both products are rounded, as in torch.
-                self.apply_scales([param.unit])
-            self._gradients.note_scaled(param.spec, factor)
+            for param in params:
+                if self._gradients.factors([param.spec]):  # Both products are rounded, as in torch.
+                    self.apply_scales([param.unit])
+                self._gradients.note_scaled(param.spec, factor)
 
     def apply_scales(self, units: Iterable[Unit]) -> None:
         """Applies the factors that gradients of these units wait for. An early update with these
