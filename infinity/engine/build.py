@@ -47,6 +47,7 @@ from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.originals import Follower, Originals
 from infinity.modules.reading.adapters import (
     derived_buffers,
+    refuse_files_under_changed_base,
     refuse_values_to_come,
     refuse_without_values,
 )
@@ -391,6 +392,8 @@ def refuse_model(model: nn.Module, *, has_weights: bool) -> None:
             )
     refuse_without_values(model)
     refuse_values_to_come(model)
+    if has_weights:
+        refuse_files_under_changed_base(model)
     derived = derived_buffers(model)
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (

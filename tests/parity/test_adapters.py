@@ -282,3 +282,17 @@ def test_another_vocabulary_is_refused_and_the_same_is_not(tmp_path: Path) -> No
         model.resize_token_embeddings(80, mean_resizing=False)
     assert torch.equal(before, loss_of(model))
     infinity.engine_of(model).close()
+
+
+def test_files_are_not_read_over_a_base_that_an_adapter_has_changed(tmp_path: Path) -> None:
+    """PiSSA moves the largest part of the weights into the adapter: with the files' own weights it
+    would count twice."""
+    model = base()
+    model.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")
+    model, config = peft.get_peft_model(model, lora), swap_config(tmp_path / "swap")
+    with pytest.raises(ConfigError, match=r"adapter 'default' .*'pissa'.*leave `weights` out"):
+        infinity.offload(model, config, weights=tmp_path / "base")
+    expected = loss_of(model)
+    assert torch.equal(loss_of(infinity.offload(model, config)), expected)
+    infinity.close(model)

@@ -274,11 +274,13 @@ def test_a_saved_adapter_that_does_not_fit_is_refused_by_name(tmp_path, table) -
     "options",
     [
         {"bias": "lora_only"}, {"bias": "all"}, {"lora_bias": True},
-        {"layer_replication": [[0, 1], [0, 2]]},
+        {"layer_replication": [[0, 1], [0, 2]]}, {"init_lora_weights": "pissa_niter_2"},
+        {"init_lora_weights": "olora"},
     ],
 )  # fmt: skip
 def test_an_adapter_with_more_than_factors_is_refused_by_name(tmp_path, table, options) -> None:
-    """To go on from, and to merge: the base has its own biases, and each layer once."""
+    """To go on from, and to merge: the base has its own biases, each layer once, and the values that
+    PiSSA takes out of it."""
     config = LlamaConfig(**SMALL, num_hidden_layers=2, attention_bias=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -292,6 +294,22 @@ def test_an_adapter_with_more_than_factors_is_refused_by_name(tmp_path, table, o
     assert not (tmp_path / "output").exists() and not (tmp_path / "swap").exists()
     with pytest.raises(ConfigError, match=said):
         plan_merge(tmp_path / "base", tmp_path / "saved")
+
+
+def test_an_adapter_that_eva_began_is_continued_over_its_base(tmp_path, table) -> None:
+    base = save_base(tmp_path / "base")
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights="eva"
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "saved")
+    table["adapter"] = {"resume": str(tmp_path / "saved")}
+    table["optimizer"] = {"lr": 0.0}
+    run(table)
+    saved, own = (
+        load_file(tmp_path / n / "adapter_model.safetensors") for n in ("saved", "output")
+    )
+    assert_same(saved, own, is_ordered=False)
 
 
 def test_targets_that_the_model_lacks_are_refused(tmp_path, table) -> None:

@@ -23,6 +23,8 @@ SCORER = "scorer"  # The name of an adapter that scores what the trained one gen
 # Methods, and values of `init_lora_weights`, whose first values PEFT computes from the base.
 _STARTS_FROM_BASE = ("CPT", "DELORA")
 _LORA_STARTS_FROM_BASE = ("pissa", "olora", "mica", "eva", "corda", "loftq")
+# Of these, the values for which PEFT takes what it gives the adapter out of the base.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _DERIVED = ("lora_magnitude_vector", "trainable_tokens_delta", "trainable_tokens_original")
 
 
@@ -86,6 +88,24 @@ def _start_from_base(model: Any, name: str, config: Any) -> str | None:
         prompt = model.prompt_encoder[name].embedding.weight
         return f"{method}, {words}" if prompt._version == 0 else None  # Else it was loaded.
     return method if method in _STARTS_FROM_BASE else None
+
+
+def changes_base(config: Any) -> bool:
+    """Whether PEFT changes the base's weights where it attaches such an adapter."""
+    return str(getattr(config, "init_lora_weights", "")).lower().startswith(_CHANGES_BASE)
+
+
+def refuse_files_under_changed_base(model: nn.Module) -> None:
+    """Refuses `weights` for a base in memory that PEFT has changed for an adapter: the files have
+    other values."""
+    for name in names_of_adapters(model):
+        config: Any = model.peft_config[name]  # type: ignore[index]
+        if changes_base(config):
+            raise ConfigError(
+                f"PEFT has changed the base's weights for adapter {name!r} (init_lora_weights = "
+                f"{config.init_lora_weights!r}), and `weights` has those from before; leave "
+                "`weights` out, which takes the weights in memory"
+            )
 
 
 def derived_buffers(model: nn.Module) -> set[int]:

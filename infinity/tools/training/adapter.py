@@ -32,7 +32,7 @@ from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfi
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, refusing, reporting
 from infinity.integrations.server_layouts import CONFIG_NAME, PREFIX, WEIGHTS_NAME
-from infinity.modules.reading.adapters import SCORER, adapter_of, names_of_adapters
+from infinity.modules.reading.adapters import SCORER, adapter_of, changes_base, names_of_adapters
 from infinity.modules.reading.configuration import HEADS, is_router, scores_sequences, towers
 from infinity.modules.tiling.split import modules_of, parameters_of
 from infinity.sizes import MIB
@@ -344,8 +344,7 @@ def save_adapter(
 def _save_for_diffusers(model: Any, values: dict[str, torch.Tensor], directory: Path) -> None:
     """Writes an adapter of a transformer of diffusers also as `load_lora_weights` of a pipeline
     reads it. Returns at once for any other model."""
-    base = model.get_base_model()
-    if not hasattr(base, "save_config"):
+    if not hasattr(model.get_base_model(), "save_config"):
         return
     import peft
     from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin
@@ -446,8 +445,7 @@ def _target_modules(model: nn.Module, targets: tuple[str, ...]) -> Any:
         return ALL_LINEAR
     if targets != (AUTO_TARGETS,):
         return list(targets)
-    found = auto_targets(model)
-    if not found:
+    if not (found := auto_targets(model)):
         raise ConfigError(
             f'adapter.targets: "auto" finds no linear layer in {type(model).__name__}; name the '
             "modules"
@@ -487,20 +485,23 @@ def _saved_config(model: nn.Module, options: AdapterConfig) -> Any:
         )
     _refuse_more_than_factors(path, config)
     config.inference_mode = False
+    if config.init_lora_weights == "eva":
+        config.init_lora_weights = True  # Its values are saved, and the base is as it was.
     _refuse_contradictions(model, path, config, options)
     return config
 
 
 def _refuse_more_than_factors(path: Path, config: Any) -> None:
-    """Raises ConfigError for trained biases, because the base's own would be read over them, and
-    for layers of the base that stand several times. A merge changes matrices only."""
+    """Raises ConfigError for trained biases, because the base's own would be read over them, for
+    repeated layers, and for a base that PEFT has changed. A merge changes matrices only."""
     for what, key, plain in (
         ("trained biases", "bias", "none"),
         ("trained biases", "lora_bias", False),
         ("replicated layers", "layer_replication", None),
+        ("values that PEFT took out of its base", "init_lora_weights", True),
     ):
         value = getattr(config, key, plain)
-        if value != plain:
+        if changes_base(config) if key == "init_lora_weights" else value != plain:
             raise ConfigError(
                 f"the saved adapter {path} has {what} ({key} = {value!r} in {CONFIG_NAME}), which "
                 "would be lost here; merge it in memory by PEFT's merge_and_unload and go on from "
