@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import runpy
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,10 @@ directory = "out"
     assert found == ["a0", "a1", "b0", "b1"]
     masks = [(row["is_answer"], row["num_scored"]) for row in rows_of(request_of.output)]
     assert masks == 2 * [([1, 1, 1], 2)] + 2 * [([0, 1, 1], 2)], "a text is learned as a whole"
+    as_yaml = tmp_path / "run.yaml"
+    as_yaml.write_text(json.dumps(tomllib.loads(data.read_text())))
+    again = replace(request_of, data=(as_yaml,), output=tmp_path / "yaml.jsonl")
+    assert program.run(again).num_records == 4, "the file of a run is no text to score"
     longer = replace(request_of, data=(data,), max_length=2, output=tmp_path / "longer.jsonl")
     with pytest.raises(ConfigError, match="record 1 has 3 tokens, more than 2"):
         program.run(longer)

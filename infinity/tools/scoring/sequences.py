@@ -48,7 +48,7 @@ def read_sequences(
 
     Raises ConfigError, which names the file and the record.
     """
-    if [path.suffix for path in paths] == [".toml"]:
+    if len(paths) == 1 and paths[0].suffix in (".toml", ".yaml", ".yml"):
         found = _of_run(paths[0], directory)
     else:
         choice = tokenizer_of(directory)
