@@ -318,6 +318,10 @@ def test_bytes_that_are_no_utf8_are_named_with_their_offset(tmp_path, monkeypatc
     good = "\u20ac\U0001f600 text".encode()
     tokens = tokenize([write(tmp_path / "a.txt", good)], ByteTokenizer(), vocab_size=256)
     assert tokens.read(0, tokens.num_tokens).tobytes() == good
+    marked = tokenize(
+        [write(tmp_path / "b.txt", b"\xef\xbb\xbf" + good)], ByteTokenizer(), vocab_size=256
+    )
+    assert marked.read(0, marked.num_tokens).tobytes() == good, "the mark of UTF-8 is no text"
     cut = tokenize([tmp_path / "a.txt"], ByteTokenizer(), vocab_size=256, max_nbytes=4)
     assert cut.read(0, cut.num_tokens).tobytes() == good[:4], "the limit may cut a character"
 
