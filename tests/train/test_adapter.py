@@ -197,6 +197,13 @@ def test_resumed_over_a_base_that_was_spread_meanwhile_it_is_the_same_run(tmp_pa
     with tempfile.TemporaryDirectory(dir="/dev/shm") as drive:
         run_spread(plan_spread(base, [Path(drive)], "move"))
         assert (base / "model.safetensors").is_symlink()
+        told = (base / "config.json").read_text()
+        (base / "config.json").write_text(
+            told.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1.0')
+        )
+        with pytest.raises(ConfigError, match=r"the SHA-256 of the base's config\.json is"):
+            run(table, resume=True)
+        (base / "config.json").write_text(told)
         run(table, resume=True)
         run_gather(plan_gather(base))
     assert metrics(table) == metrics(whole)

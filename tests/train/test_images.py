@@ -345,6 +345,22 @@ def test_images_of_a_step_have_memory_beside_the_arena(
         run(asked)
 
 
+def test_a_run_whose_images_have_changed_is_not_continued(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    """Another image of the same size has the same tokens."""
+    asked["checkpoint"] = {"every": 1}
+    run(asked)
+    asked["train"]["steps"] += 1
+    picture = tmp_path / "pictures" / "1.png"
+    pixels = np.asarray(Image.open(picture))
+    Image.fromarray(255 - pixels).save(picture)
+    with pytest.raises(ConfigError, match="the SHA-256 of the images is"):
+        run(asked, resume=True)
+    Image.fromarray(pixels).save(picture)
+    run(asked, resume=True)
+
+
 def test_several_answers_need_marks_of_the_template(tmp_path: Path, asked: dict[str, Any]) -> None:
     asked["model"]["path"] = str(saved(tmp_path / "qwen", "qwen2_5_vl"))
     write(tmp_path / "data.jsonl", [{"messages": talk(1) * 2, "images": ["pictures/0.png"]}])

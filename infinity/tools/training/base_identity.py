@@ -21,12 +21,14 @@ from pathlib import Path
 
 from infinity.bounded import MalformedError, field, integer, list_of, read_json, table_of, text_of
 from infinity.checkpoint.huggingface.import_weights import WeightSource
+from infinity.checkpoint.huggingface.weight_tensors import read_config
 from infinity.config.hub import download_remedy, in_hub_cache
 from infinity.config.paths import ADAPTER_NAMES
 from infinity.errors import ConfigError, refusing
 from infinity.sizes import PAGE_NBYTES
 
 IDENTITY_NAME = "infinity_base.json"
+_OF_WRITER = ("transformers_version", "_diffusers_version", "_name_or_path")  # In config.json.
 _SAMPLES = 4  # Of the tensors whose names differ in numbers only.
 _SAMPLE_NBYTES = PAGE_NBYTES
 
@@ -66,6 +68,13 @@ def identify(source: WeightSource) -> BaseIdentity:
     return BaseIdentity(
         os.path.abspath(source.path), hashlib.sha256(table).hexdigest(), samples.hexdigest()
     )
+
+
+def digest_of_config(base: Path) -> str:
+    """Returns the SHA-256 of what config.json of a base says about the model, which computes other
+    numbers of the same weights where a word of it changes. Raises ConfigError."""
+    told = {key: value for key, value in read_config(base).items() if key not in _OF_WRITER}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def write_identity(identity: BaseIdentity, directory: Path) -> None:

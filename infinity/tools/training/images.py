@@ -178,8 +178,8 @@ def learned_images(
     batch_size: int = 1,
 ) -> Any:
     """Returns the records as TRL's collator takes them, with the facts of their tokens
-    (`num_tokens`, `largest_id`, `sha256`) and of memory (`nbytes` in a batch, `reading_nbytes`);
-    those of which nothing is learned are left out.
+    (`num_tokens`, `largest_id`, `sha256`), of images (`images_sha256`) and of memory (`nbytes` in a
+    batch, `reading_nbytes`); those of which nothing is learned are left out.
 
     length: most tokens of a record
     batch_size: records of a micro-batch
@@ -209,7 +209,8 @@ def learned_images(
     stamps = [stamp_of(path) for path in paths if path.exists()]
     facts = {name: datasets.Value("int64") for name in _COUNTS}
     read = partial(_read, template=template, collate=collate, length=length, stamps=stamps)
-    found = map_records(dataset, facts | {"sha256": datasets.Value("string")}, read, place)
+    facts |= dict.fromkeys(("sha256", "images_sha256"), datasets.Value("string"))
+    found = map_records(dataset, facts, read, place)
     found = found.filter(lambda count: count > 0, input_columns="num_learned")
     if len(found) < len(dataset):
         _log.warning(
@@ -226,6 +227,11 @@ def learned_images(
     return datasets.concatenate_datasets(
         [kept, found.remove_columns(["record", "num_learned", "num_images"])], axis=1
     )
+
+
+def digest_of_images(dataset: Any) -> str:
+    """Returns a digest of the content of all images of `learned_images`."""
+    return hashlib.sha256("".join(dataset["images_sha256"]).encode()).hexdigest()
 
 
 def most_nbytes(dataset: Any, count: int) -> int:
@@ -296,6 +302,7 @@ def _read(
     Writer(collate.processor, template, renew).checked(list(chain(*lists.values())), {}, at)
     used_nbytes = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     images = [decoded(image, at) for image in record["images"]]
+    content = [i["bytes"] or Path(i["path"]).read_bytes() for i in record["images"]]
     renew(sum(3 * image.width * image.height for image in images))
     # Processors and templates raise whatever their authors chose.
     with refusing(f"{at}: the model's processor refuses this record", Exception):
@@ -318,6 +325,7 @@ def _read(
         "nbytes": sum(value.nbytes for value in made.values() if isinstance(value, torch.Tensor)),
         "reading_nbytes": max(0, peak_nbytes - used_nbytes),  # Of the largest one so far.
         "sha256": hashlib.sha256(torch.stack([ids, labels]).numpy().tobytes()).hexdigest(),
+        "images_sha256": hashlib.sha256(b"".join(content)).hexdigest(),
     }]  # fmt: skip
 
 

@@ -29,10 +29,10 @@ from infinity.modules.tiling.layers import Tiled
 from infinity.sizes import format_nbytes
 from infinity.state.spare_generations import is_elsewhere
 from infinity.tools.training.adapter import adapter_nbytes
-from infinity.tools.training.base_identity import identify, sha256_of
+from infinity.tools.training.base_identity import digest_of_config, identify, sha256_of
 from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.embedding import digest_of, token_ids
-from infinity.tools.training.images import most_nbytes
+from infinity.tools.training.images import digest_of_images, most_nbytes
 from infinity.tools.training.job_data import (
     JobData,
     check_ends,
@@ -172,7 +172,7 @@ def _prepare(
         refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
     return Job(
         plan=plan, tokenizer=tokenizer, data=data, model=model, reference=reference,
-        num_tokens=num_tokens, tokens_sha256=sha256, others=_others(trainer, config),
+        num_tokens=num_tokens, tokens_sha256=sha256, others=_others(trainer, config, plan),
         base=None if plan.weights is None else asdict(identify(plan.weights)),
         trainer=trainer, num_steps=trainer.count_steps(), prompt_ids=prompt_ids, output=output,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -194,8 +194,12 @@ def _measured(trainer: Any, config: JobConfig, data: JobData) -> tuple[int, int,
     return measure(rows, data.files, length)
 
 
-def _others(trainer: Any, config: JobConfig) -> dict[str, str]:
+def _others(trainer: Any, config: JobConfig, plan: ModelPlan) -> dict[str, str]:
     found = {} if trainer.teacher is None else {"teacher": trainer.teacher.sha256}
+    if plan.weights is not None:
+        found["base's config.json"] = digest_of_config(plan.weights.path)
+    if "images_sha256" in (getattr(trainer.train_dataset, "column_names", None) or ()):
+        found["images"] = digest_of_images(trainer.train_dataset)
     if trainer.denoising is not None:
         found["numbers of VAE and scheduler"] = trainer.denoising.sha256()
     if config.train.embed is not None:

@@ -226,7 +226,7 @@ def measure(dataset: Any, files: Sequence[TokenFile], length: int) -> tuple[int,
         name for name in sorted(dataset.column_names) if name == "labels" or name.endswith("_ids")
     ]
     sha256, count, largest = hashlib.sha256(), 0, 0
-    for name in {"label", "margin", "score"} & {*dataset.column_names}:
+    for name in sorted({"label", "margin", "score"} & {*dataset.column_names}):
         sha256.update(json.dumps(dataset[name][:]).encode())
     for rows in dataset.select_columns(columns).with_format("arrow").iter(_READ_ROWS):
         for name in columns:
