@@ -247,6 +247,18 @@ def test_large_file_is_tokenized_line_by_line_without_cutting_words(
     assert tokens.read(0, tokens.num_tokens).tolist() == [2, 3, 4] * 4 + [1]
 
 
+def test_a_text_to_continue_begins_as_the_tokenizer_begins_one_and_has_no_end(word_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    own = HuggingFaceTokenizer(word_tokenizer)
+    assert own.begin("one two") == [2, 3]
+    own.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="three $A <eos>", special_tokens=[("three", 4), ("<eos>", 1)]
+    )
+    assert own.tokenizer("one two")["input_ids"] == [4, 2, 3, 1]
+    assert own.begin("one two") == [4, 2, 3]
+
+
 def test_hugging_face_token_outside_the_vocabulary_is_shown_as_text(tmp_path, word_tokenizer):
     path = write(tmp_path / "a", "one three")
     with pytest.raises(ConfigError, match=r"token 4 \('three'\)"):

@@ -48,7 +48,7 @@ def generate(
         raise ConfigError("TEXT: expected the beginning of a text; got none")
     writer, started_s = _open(directory, config), time.perf_counter()
     try:
-        ids = writer.tokenizer.encode(prompt)
+        ids = writer.tokenizer.begin(prompt)
         new = writer.write(ids, num_tokens=tokens, temperature=temperature, say=_say)
     finally:
         writer.close()

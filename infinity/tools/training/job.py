@@ -285,7 +285,7 @@ def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer | None, list[int
     sample = config.train.sample
     if sample is None:
         return plan, tokenizer, []
-    ids = tokenizer.encode(sample.prompt)
+    ids = tokenizer.begin(sample.prompt)
     if not ids:
         raise ConfigError("train.sample.prompt gives no token")
     refuse_stranger(max(ids), tokenizer, plan.vocab_size, "train.sample.prompt")

@@ -56,6 +56,8 @@ class ByteTokenizer:
         """Returns the bytes of the text in UTF-8."""
         return list(text.encode())
 
+    begin = encode
+
     def decode(self, ids: Sequence[int]) -> str:
         """Shows ids above 255, which a model may have, as the replacement character."""
         text = b"".join(bytes([i]) if i < 256 else "\ufffd".encode() for i in ids)
@@ -123,6 +125,13 @@ class HuggingFaceTokenizer:
         """Returns the ids of a text, without special tokens."""
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return list(ids)
+
+    def begin(self, text: str) -> list[int]:
+        """Returns the ids of a text that a model is to continue: behind the special tokens that the
+        tokenizer puts before a text, and without those that it puts at its end."""
+        ids, own = list(self.tokenizer(text, verbose=False)["input_ids"]), self.encode(text)
+        ends = range(len(own), len(ids) + 1)
+        return next((ids[:end] for end in ends if ids[end - len(own) : end] == own), own)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids."""
