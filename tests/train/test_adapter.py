@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     LlamaConfig,
+    Mamba2Config,
     Qwen3MoeConfig,
 )
 
@@ -361,6 +362,17 @@ def test_any_part_of_a_name_may_say_that_it_routes() -> None:
     assert all(is_router(f"layers.0.{name}") for name in routers)
     others = ["mlp.gate_proj", "attn.output_gate", "mlp.shared_expert.gate_proj.weight"]
     assert not any(is_router(f"layers.0.{name}") for name in others)
+
+
+def test_auto_targets_leave_out_what_the_kernel_of_a_mixer_reads_past_its_modules() -> None:
+    """By what a mixer has: that of Nemotron-H and of Mamba has no name that says so."""
+    config = Mamba2Config(
+        vocab_size=64, hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1,
+        num_hidden_layers=1,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert auto_targets(model) == []
 
 
 def test_auto_targets_are_longer_where_an_excluded_layer_ends_alike() -> None:

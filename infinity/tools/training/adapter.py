@@ -367,11 +367,7 @@ def auto_targets(model: Any) -> list[str]:
     beside = tuple(f"{name}." for name in towers(model))
     linear = [name for name in _linear_names(model) if not f"{name}.".startswith(beside)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    wanted = [
-        name
-        for name in linear
-        if model.get_submodule(name) is not head and _is_auto_target(name, model)
-    ]
+    wanted = [n for n in linear if model.get_submodule(n) is not head and _is_auto_target(n, model)]
     names = {name for name, _ in model.named_modules()}.difference(wanted)
     of_others = {ending for name in names for ending in _endings(name)}
     endings: dict[str, None] = {}
@@ -688,7 +684,9 @@ def _is_auto_target(name: str, model: nn.Module) -> bool:
         return any(_OF_DENOISER.fullmatch(part) for part in parts)
     is_routed = any("experts" in one and other.isdigit() for one, other in pairwise(parts))
     # The matrices of a state-space mixer are read by its kernel, past their modules.
+    mixer = model.get_submodule(name.rpartition(".")[0])  # Nemotron-H calls attention so, too.
     is_mixer = any("mamba" in part or "ssm" in part for part in parts)
+    is_mixer |= hasattr(mixer, "A_log") and hasattr(mixer, "in_proj")
     rows = int(model.get_submodule(name).weight.shape[0])  # type: ignore[index]
     # A head over sequences is trained itself, and so may be what lies between it and the blocks.
     has_other_end = _task_of(model) in ("SEQ_CLS", "FEATURE_EXTRACTION")
