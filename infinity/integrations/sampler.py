@@ -132,6 +132,20 @@ class Server:
             self._kind = "sglang" if "sglang" in owners else "vllm"
         return self._kind
 
+    @property
+    @_readable
+    def repeats_itself(self) -> bool:
+        """Whether all completions of one request are the same, so that each must be a request with
+        a seed of its own: SGLang with --enable-deterministic-inference draws by seed and position.
+        True for an SGLang that does not say."""
+        if self.kind != "sglang":
+            return False
+        try:
+            found = self._ask("server_info")
+        except _RefusedError:
+            return True
+        return found.get("enable_deterministic_inference") is not False
+
     def load_adapter(self, base: str, name: str, directory: Path) -> str:
         """Makes the server read an adapter under this name. Returns the name of the model with it.
         Raises ConfigError."""
@@ -364,12 +378,15 @@ class ServerSampler:
 
     def generate(self, prompts: Sequence[list[int]], images: Any = None, **_: Any) -> Any:
         """Returns what TRL's `VLLMGeneration.generate` does: prompts, completions, and of each of
-        their tokens a list of its log-probability. Equal prompts in a row are one request."""
+        their tokens a list of its log-probability. Equal prompts in a row are one request, where a
+        server draws each of its completions anew."""
         import torch
 
         if images is not None and any(images):
             raise UnsupportedError("sampler: prompts with images are not sent to a server")
         groups = [(list(ids), len(list(rows))) for ids, rows in itertools.groupby(prompts)]
+        if self._server.repeats_itself:
+            groups = [(list(ids), 1) for ids in prompts]
         seeds = torch.randint(1 << 31, (len(groups),), device="cpu").tolist()
         options = self._options()
         vocab_size = self._trainer.model.config.get_text_config().vocab_size

@@ -258,6 +258,24 @@ def test_the_base_and_what_no_state_explains_are_told_apart(
     assert found["outcome"] == "unexplained" and "self_attn.k_proj" in found["sentence"]
 
 
+def test_of_an_sglang_that_was_asked_for_its_base_the_name_of_the_adapter_is_said(
+    trained: Path, served: tuple[Served, str]
+) -> None:
+    """SGLang lists adapters by their names, and has its base under these."""
+    oracle, _ = served
+    models = [{"id": "b"}, {"id": "mine", "parent": "b"}]
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        if body is None:
+            return 200, {"data": [model | {"owned_by": "sglang"} for model in models]}
+        return 200, oracle.answer(body | {"model": body["model"].partition(":")[2]})
+
+    with serving(answer) as url:
+        found = verdict_on(url, trained, "--model", "mine")
+        assert found["outcome"] == "ignored" and "--model b:mine" in found["sentence"]
+        assert verdict_on(url, trained, "--model", "b:mine")["outcome"] == "served"
+
+
 def test_a_server_that_is_wrong_after_the_first_prompts_is_not_called_as_trained() -> None:
     """The states of faults are known for the first prompts alone."""
     base = np.random.default_rng(0).normal(-3, 1, (16, 5))

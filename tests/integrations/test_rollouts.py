@@ -198,6 +198,22 @@ def test_a_run_that_a_server_samples_for_is_that_of_the_plain_trainer(
         assert 0 < row[DIFFERENCE + "mean"] <= row[DIFFERENCE + "max"] < 1e-5
 
 
+def test_completions_of_a_prompt_differ_where_a_server_draws_by_seed_and_position(
+    tmp_path: Path,
+) -> None:
+    """SGLang with --enable-deterministic-inference: the copies of one request are the same."""
+    served = server(is_sglang=True, is_deterministic=True)
+    with served.running() as url:
+        model = make_lora(tmp_path / "swap")
+        trainer = make_trainer(model, tmp_path / "out", max_steps=1)
+        prepare_trainer(trainer, sampler=url).train()
+        infinity.engine_of(model).close()
+    asked = [body for body in served.requests if "seed" in body]
+    assert len(asked) > trainer.num_generations
+    assert len({body["seed"] for body in asked}) == len(asked)
+    assert {body["n"] for body in asked} == {1}
+
+
 def test_a_server_that_ignores_the_adapter_is_seen_in_the_metrics(tmp_path: Path) -> None:
     with server(ignores_adapters=True).running() as url:
         model = make_lora(tmp_path / "swap")

@@ -71,6 +71,7 @@ class SamplingServer:
 
     ignores_adapters: it samples from the base whatever it was told to load
     names_tokens: it says which tokens it has sampled
+    is_deterministic: of SGLang: all completions of a request are drawn from the same seed
     dies_after: requests for completions that it answers; then the connection breaks
     """
 
@@ -82,6 +83,7 @@ class SamplingServer:
         self.names_tokens = faults.get("names_tokens", True)
         self.dies_after = faults.get("dies_after")
         self.is_sglang = faults.get("is_sglang", False)
+        self.is_deterministic = faults.get("is_deterministic", False)
         self.requests: list[dict[str, Any]] = []
 
     def running(self) -> contextlib.AbstractContextManager[str]:
@@ -93,6 +95,8 @@ class SamplingServer:
             owner = {"owned_by": "sglang" if self.is_sglang else "vllm"}
             adapters = [{"id": name, "parent": "base"} | owner for name in self.adapters]
             return 200, {"data": [{"id": "base", "parent": None} | owner, *adapters]}
+        if path == "/server_info" and self.is_sglang:
+            return 200, {"enable_deterministic_inference": self.is_deterministic}
         root = "" if self.is_sglang else "/v1"
         name = body.get("lora_name", "")
         if path == f"{root}/load_lora_adapter":
@@ -113,13 +117,17 @@ class SamplingServer:
 
     @torch.no_grad()
     def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        name = body["model"].removeprefix("base:") if self.is_sglang else body["model"]
+        name = body["model"]
+        if self.is_sglang:  # It has its base under any name without a colon.
+            name = name.partition(":")[2] or "base"
         model = self.base if name == "base" else self.adapters[name]
         if self.ignores_adapters:
             model = self.base
         generator = torch.Generator().manual_seed(body.get("seed", 0))
         choices = []
         for index in range(body["n"]):
+            if self.is_deterministic:
+                generator.manual_seed(body.get("seed", 0))
             ids, values = copy.copy(body["prompt"]), []
             while len(values) < body["max_tokens"] and (not values or ids[-1] != 1):
                 logits = model(torch.tensor([ids])).logits[0, -1] / body.get("temperature", 1.0)

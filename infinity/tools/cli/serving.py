@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -98,6 +98,10 @@ def verify_served(
             progress(description="base")
             base = ask(server, read, base_model, progress)
     verdict = judge(read, served, base)
+    if verdict.outcome == "ignored" and model and ":" not in model and server.kind == "sglang":
+        name = f"{server.only_model('name it before a colon', is_base=True)}:{model}"
+        remedy = f"; SGLang takes each name without a colon for its base: --model {name}"
+        verdict = replace(verdict, sentence=verdict.sentence + remedy)
     lines = _lines(verdict, server.method, read.groups)
     reply(asdict(verdict) | {"method": server.method}, "\n".join(lines))
     raise typer.Exit(0 if verdict.outcome == "served" else 1)
