@@ -182,6 +182,7 @@ class Loader:
     """The modules that the LoRA loader of one release reads, as its source says.
 
     known: the last names of modules that it loads; empty means every linear layer
+    dropped: last names of modules whose factors it takes and does not use
     needs: what else it needs in a module that has a projection, or it fails or drops that one
     packed: types of models whose experts it reads as PEFT packs them
     reads_rslora: whether it reads `use_rslora`; otherwise the scale is alpha / rank
@@ -190,6 +191,7 @@ class Loader:
     release: str
     source: str
     known: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
     needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     packed: frozenset[str] = frozenset()
     reads_rslora: bool = False
@@ -199,6 +201,8 @@ LOADERS = {
     "vllm": Loader(
         release="vLLM 0.33.0",
         source="vllm/lora: lora_model, model_manager, lora_weights, peft_helper; commit 4ba787ec9",
+        # Latent attention reads the base's matrix itself.
+        dropped=frozenset({"kv_b_proj"}),
         # Of experts only: `PackedLoRALayerWeights.pack_moe`.
         needs={
             "experts.gate_proj": ("up_proj", "down_proj"), "experts.down_proj": ("gate_proj",),
@@ -356,6 +360,8 @@ def _why_not(
         return f"experts of a {model_type} are read packed, and the files have them one by one"
     if loader.known and last not in loader.known:
         return "it has no place there"
+    if last in loader.dropped:
+        return "attention reads the matrix of the base there; train without it"
     is_turned = isinstance(layer, ParamWrapper) and not layer._did_swap_in_out_features  # noqa: SLF001
     return None if placed.axes == ((1, 0) if is_turned else (0, 1)) else "it is stored transposed"
 

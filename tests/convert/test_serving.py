@@ -372,6 +372,7 @@ def exported(
     [
         ("qwen3-moe", {**FACTORS, "use_rslora": True}),
         ("deepseek-v3", {"target_modules": MLA, "target_parameters": EXPERTS}),
+        ("deepseek-v3", {"target_modules": MLA[:-2], "target_parameters": EXPERTS}),
         ("llama", {"target_modules": "all-linear", "exclude_modules": ["lm_head"]}),
     ],
 )
@@ -380,7 +381,7 @@ def test_each_stored_matrix_has_the_factors_of_its_merge(
 ) -> None:
     """As vLLM and SGLang load: a pair under the name of the checkpoint, with one scale."""
     merged = None
-    for server in ("vllm", "sglang"):
+    for server in ("sglang",) if "kv_b_proj" in options["target_modules"] else ("vllm", "sglang"):
         done = exported(tmp_path, name, server, options)
         assert done.exit_code == 0, done.output
         config = json.loads((tmp_path / server / "adapter_config.json").read_text())
@@ -465,6 +466,7 @@ def test_rows_of_queries_and_keys_are_in_the_order_of_llama_cpp(tmp_path: Path) 
             r"v_proj'.*: rank_pattern",
         ),
         ("llama", "vllm", {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, "to_save"),
+        ("deepseek-v3", "vllm", {"target_modules": MLA}, "kv_b_proj'.*attention reads the matrix"),
         ("llama", "sglang", {"target_modules": ["q_proj"]}, "q_proj.*it needs 'v_proj' with it"),
         ("gpt-oss", "sglang", FACTORS, r"experts.down_proj'.*packed in the files of a gpt_oss"),
         ("gpt-oss", "gguf", FACTORS, "gpt_oss is not written as GGUF"),
