@@ -17,7 +17,7 @@ void sum_squares(const float* values, std::size_t numel, double* sums, std::size
 
 // A binary tree over the blocks of a tensor: the node of a level above another one is the sum of
 // its two halves in their order, or the only half that has blocks of the tensor. Its bits do not
-// depend on who sums which blocks. A run of blocks is kept as its roots: the sums of the largest
+// depend on which rank sums which blocks. A run of blocks is kept as its roots: the sums of the largest
 // aligned subtrees that it is made of, in their order.
 
 // The roots of the blocks from `first` on, whose sums are `sums`.

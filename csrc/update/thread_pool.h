@@ -41,7 +41,7 @@ class ThreadPool {
 
   void start_up_to(std::size_t num_workers);
   void work();
-  bool take_items(Call& call);  // True for whoever finished the last one.
+  bool take_items(Call& call);  // Whether this call finished the last one.
 
   std::mutex turn_;   // Held by the call in progress.
   std::mutex mutex_;  // Guards what follows.

@@ -193,7 +193,7 @@ def no_codec(where: str, told: str, known: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What a configuration says of quantised weights.
+    """The facts about quantised weights in a configuration.
 
     find: adds all of one kind of checkpoint. Raises ConfigError as `logical_tensors`
     formats: patterns of modules, each with a format by its name in plans, "" for numbers. The first

@@ -36,7 +36,7 @@ Field = tuple[int, int, int]  # (first byte, bits of a code, run)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where `numel` codes of a row and the numbers of their groups lie in `nbytes` bytes.
+    """The layout of `numel` codes of a row, and of the numbers of their groups, in `nbytes` bytes.
 
     low, high: fields of the low and the high bits of codes. A byte holds 8 / bits codes; the same
         bits of `run` bytes in a row are codes in a row. Codes of 8 bits are signed.

@@ -61,7 +61,7 @@ _LATEST = "latest"  # The file that names the newest checkpoint of a directory.
 
 
 class DeepSpeedEngine(nn.Module):
-    """What `initialize` returns first: the offloaded model, as DeepSpeed's training API shows it.
+    """The offloaded model, as DeepSpeed's training API shows it: `initialize` returns it first.
 
     A name that is not here is that of the model. Belongs to the thread that trains.
     """

@@ -260,8 +260,7 @@ def _sampled(choice: dict[str, Any]) -> Sampled | None:
 
 
 class ServerSampler:
-    """What `prepare_trainer(trainer, sampler=...)` takes: a server that samples for TRL's GRPO
-    trainer.
+    """A server that samples for TRL's GRPO trainer, by `prepare_trainer(trainer, sampler=...)`.
 
     url: of an OpenAI-compatible server of the base, which is asked at once. Raises ConfigError if
         it does not answer or gives no token ids

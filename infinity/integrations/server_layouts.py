@@ -1,5 +1,5 @@
-"""What an adapter of PEFT changes in each tensor of a checkpoint, and the layouts in which servers
-read it.
+"""Finds the change that an adapter of PEFT makes to each tensor of a checkpoint, and the layouts in
+which servers read it.
 
 PEFT packs the factors of all experts of a layer into two matrices, under the names of the model in
 transformers. Servers read the names of the checkpoint, and most of them one pair of factors for
@@ -34,7 +34,7 @@ from infinity.modules.reading.dtypes import names_kept_wide
 
 CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 PREFIX = "base_model.model."  # Of PEFT, before the names of the base.
-_ADAPTER = "default"
+ADAPTER = "default"  # The name that PEFT gives an adapter.
 EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
 
 
@@ -68,7 +68,7 @@ def adapter_layers(adapted: Any) -> dict[str, list[Any]]:
         if isinstance(module, TrainableTokensWrapper):
             found.setdefault(f"{path}.weight", []).append(module.token_adapter)
         elif isinstance(module, ModulesToSaveWrapper):
-            saved: Any = module.modules_to_save[_ADAPTER]
+            saved: Any = module.modules_to_save[ADAPTER]
             found |= {f"{path}.{leaf}": [value] for leaf, value in saved.state_dict().items()}
         elif isinstance(module, ParamWrapper):
             while path.endswith(".base_layer"):  # Several parameters of a module nest.
@@ -151,7 +151,7 @@ def changes_of_tensors(
 
 def variant_of(layer: Any) -> str:
     """Returns the name of what a layer adds that is not B A, "" if it adds no more."""
-    variant = getattr(layer, "lora_variant", {}).get(_ADAPTER)
+    variant = getattr(layer, "lora_variant", {}).get(ADAPTER)
     name = "" if variant is None else type(variant).__name__
     return "" if name in _ONLY_FACTORS else "DoRA" if name.startswith("Dora") else name
 
@@ -167,7 +167,7 @@ def factors_of(layer: Any, expert: int | None = None) -> tuple[torch.Tensor, tor
 
     In packed experts the rows of A are (expert, rank), and the columns of B (rank, expert).
     """
-    a, b = layer.lora_A[_ADAPTER].weight.detach(), layer.lora_B[_ADAPTER].weight.detach()
+    a, b = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
     if expert is None:
         return a, b
     count = layer.num_experts
@@ -350,7 +350,7 @@ def _why_not(
         return "it is the head"
     if variant := variant_of(layer):
         return f"its layer is {variant} of PEFT"
-    if layer.r[_ADAPTER] != config["r"] or layer.lora_alpha[_ADAPTER] != config["lora_alpha"]:
+    if layer.r[ADAPTER] != config["r"] or layer.lora_alpha[ADAPTER] != config["lora_alpha"]:
         return "rank_pattern or alpha_pattern gives it another rank or scale"
     model_type = adapted.get_base_model().config.model_type
     if isinstance(layer, ParamWrapper) and not isinstance(placed.box[0], int):

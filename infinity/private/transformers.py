@@ -1,5 +1,5 @@
-"""What this package uses of transformers that changes from one release to the next, and of PEFT,
-TRL and accelerate."""
+"""The parts of transformers, PEFT, TRL and accelerate that this package uses and that change from
+one release to the next."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ void Lane::push(Part* part) noexcept {
   if (death_code_ == 0) wake();
 }
 
-// Whoever is waited for is as urgent as who waits, or a write-back would hold up a demand read.
+// A part is as urgent as those that wait for it, or a write-back would hold up a demand read.
 void Lane::raise(Part* part, Priority priority) noexcept {
   if (part->priority <= priority) return;
   if (part->blockers.empty() && !part->is_cut()) {

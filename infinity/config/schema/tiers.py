@@ -50,7 +50,7 @@ class DeviceTier(Section):
     """The memory that computes."""
 
     kind: Annotated[DeviceKind, choice(DeviceKind)] = "auto"
-    """Where the model computes. "auto" takes CUDA where there is one."""
+    """The device of the computation. "auto" takes CUDA where there is one."""
     capacity: Budget = Capacity()
     """Device memory for weights and for state placed there. A share is of the memory that is free
     when the model is offloaded; "auto" takes half of that. On cpu the capacity bounds only the

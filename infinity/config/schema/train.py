@@ -44,7 +44,7 @@ _Tracker = Annotated[Tracker, choice(Tracker)]
 
 
 class MethodFacts(NamedTuple):
-    """What sets a method of training apart."""
+    """The traits of a method of training."""
 
     trainer: str = "SFTTrainer"  # "Trainer" is that of transformers.
     key: str = ""  # Of [train]: what this method needs, and methods without it refuse.
@@ -112,7 +112,7 @@ class Distill(Section):
 
 
 class Grpo(Section):
-    """What "grpo" and "rloo" generate, and how it is rewarded."""
+    """The answers that "grpo" and "rloo" generate, and their rewards."""
 
     rewards: tuple[Annotated[str, some_text('"module:function"')], ...] = ()
     """Functions "module:function", which TRL calls with prompts, completions and further columns of
@@ -135,7 +135,7 @@ class Grpo(Section):
     sampler_directory: Annotated[Location | None, MAY_CHANGE] = Field(
         None, json_schema_extra={"x-default": "`sampler` inside output.directory"}
     )
-    """Where a server reads the adapter."""
+    """The directory in which a server reads the adapter."""
 
     @property
     def is_served(self) -> bool:
@@ -153,7 +153,7 @@ class Grpo(Section):
 
 
 class Diffusion(Section):
-    """What "diffusion" shows the transformer of a pipeline of diffusers."""
+    """The inputs that "diffusion" gives the transformer of a pipeline of diffusers."""
 
     resolution: Annotated[int, integer(8)]
     """Pixels of a side of the images, which are resized and cut to squares."""
@@ -164,13 +164,13 @@ class Diffusion(Section):
     each counts ("sigma_sqrt", "cosmap"; others alike): `weighting_scheme` of the scripts of
     diffusers."""
     logit_mean: Annotated[float, number()] = 0.0
-    """Of "logit_normal"."""
+    """The mean of "logit_normal"."""
     logit_std: Annotated[float, number(above=0)] = 1.0
-    """Of "logit_normal"."""
+    """The standard deviation of "logit_normal"."""
     mode_scale: Annotated[float, number(minimum=-1, maximum=1.75)] = 1.29
-    """Of "mode": beyond these bounds noise levels would not grow with what is drawn."""
+    """The scale of "mode". Beyond these bounds noise levels would not grow with what is drawn."""
     guidance: Annotated[float, number(minimum=0)] = 3.5
-    """What a guidance-distilled transformer, such as FLUX.1-dev, takes as its guidance."""
+    """The guidance that a guidance-distilled transformer, such as FLUX.1-dev, is given."""
     cache: Annotated[Location | None, MAY_CHANGE] = Field(
         None, json_schema_extra={"x-default": "`encoded` inside output.directory"}
     )
@@ -190,7 +190,7 @@ class Embed(Section):
     options: dict[str, int | float] = Field(default_factory=dict)
     """Its numbers, such as `scale` or `mini_batch_size`."""
     prompts: dict[str, str] = Field(default_factory=dict)
-    """What begins the texts of a column."""
+    """The text before each text of a column."""
 
 
 class Train(Section):
@@ -248,7 +248,7 @@ class Train(Section):
     activation_checkpointing: Annotated[Flag, MAY_CHANGE] = False
     """Recompute activations in the backward."""
     nonfinite: Annotated[Nonfinite, choice(Nonfinite), MAY_CHANGE] = "error"
-    """What becomes of a step whose loss or norm is not finite: "error" ends the run with the
+    """The answer to a step whose loss or norm is not finite: "error" ends the run with the
     weights of the step before; "skip" leaves the weights as they are and continues. More than 16
     such steps in a row are an error."""
     seed: Annotated[int, SEED] = 0
@@ -276,7 +276,7 @@ class Train(Section):
 
     @property
     def facts(self) -> MethodFacts:
-        """What sets the method apart."""
+        """The traits of the method."""
         return METHODS[self.method]
 
     @model_validator(mode="after")

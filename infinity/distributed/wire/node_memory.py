@@ -46,8 +46,8 @@ class SharedRegion(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryOffer:
-    """What a rank tells the other ranks of its memory. `token` is at the start of BOUNCE. `files`:
-    the descriptor in that process and the bytes of each file in memory."""
+    """The facts that a rank tells the other ranks of its memory. `token` is at the start of BOUNCE.
+    `files`: the descriptor in that process and the bytes of each file in memory."""
 
     boot: str
     pid: int

@@ -1,4 +1,5 @@
-"""What a block or a program has that micro-batches which take turns would see in another order."""
+"""Finds effects of a block or a program that micro-batches, which take turns, would see in another
+order."""
 
 from __future__ import annotations
 

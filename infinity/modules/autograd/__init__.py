@@ -1,1 +1,1 @@
-"""What autograd sees: the hooks of modules, the compute parameters, and their gradients."""
+"""The parts that autograd sees: hooks of modules, compute parameters, and their gradients."""

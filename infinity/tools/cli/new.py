@@ -41,7 +41,7 @@ _SWEPT: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class NewOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     directory: Path = arg(
         "MODEL_DIR", "The directory of a downloaded model; config.json alone is enough."

@@ -40,7 +40,7 @@ _KINDS = ("parameters", "master", "moments", "gradients")
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     config: Path | None = arg(
         "CONFIG", "A configuration file; optional with --model.", default=None

@@ -75,7 +75,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a server does with an adapter.
+    """The effect of an adapter on a server.
 
     effect: root mean square of what the adapter changes in the base's log-probabilities, in nats
     deviation: of what is served against the adapter

@@ -30,6 +30,7 @@ from infinity.codecs import Plain
 from infinity.config.schema.inputs import AdapterConfig
 from infinity.errors import UnsupportedError
 from infinity.integrations.server_layouts import (
+    ADAPTER,
     Change,
     adapter_layers,
     base_on_meta,
@@ -51,7 +52,6 @@ from infinity.tools.training.adapter import attach_adapter, num_labels_of
 from infinity.tools.training.own_experts import changes_of
 
 Stored = Literal["bf16", "keep"]
-_ADAPTER = "default"
 _TEMPLATE = "chat_template.jinja"
 
 
@@ -231,7 +231,7 @@ def _merged(tensor: torch.Tensor, change: Change) -> torch.Tensor:
     if change.is_full:
         shown = _as_parameter(tensor, change.placed).contiguous()
         return _merged_layer(shown, change.layer).permute(change.placed.axes)
-    delta = _with_weight(change.layer, tensor, lambda layer: layer.get_delta_weight(_ADAPTER))
+    delta = _with_weight(change.layer, tensor, lambda layer: layer.get_delta_weight(ADAPTER))
     part = delta[change.placed.box].permute(change.placed.axes)
     return tensor.add_(part.to(tensor.dtype))
 
@@ -285,4 +285,4 @@ def _expert_delta(layer: Any, expert: int) -> torch.Tensor:
     down, up = factors_of(layer, expert)
     is_transposed = not layer._did_swap_in_out_features  # noqa: SLF001  PEFT has no other word.
     delta: torch.Tensor = torch.einsum("or,ri->io" if is_transposed else "or,ri->oi", up, down)
-    return delta.mul_(layer.scaling[_ADAPTER])
+    return delta.mul_(layer.scaling[ADAPTER])

@@ -213,7 +213,7 @@ def check_state(state: Any, step: int) -> None:
 
 
 def _leave_out(*_: Any, **__: Any) -> Any:
-    """What a trainer does by itself, and not in a run."""
+    """A method of a trainer that does nothing in a run."""
 
 
 class RunTrainer(OffloadedTrainer):
