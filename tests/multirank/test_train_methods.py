@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import infinity
 from infinity.config import JobConfig, SwapConfig
 from infinity.config.schema import changed
-from infinity.errors import ConfigError
-from infinity.testing import SimulatedDevice
-from infinity.tools.training import program
 from tests.support.exhaustive import sampled
 from tests.train import test_distill as distilled
 from tests.train import test_grpo as rewarded
@@ -27,6 +21,15 @@ from tests.train.record_jobs import adapter_job
 from tests.train.test_heads import LABELS, MARGINS, TEXTS
 
 from .processes import run_ranks
+from .training import (
+    embed_in_memory,
+    refused,
+    rewarded_in_memory,
+    train,
+    train_beside_a_device,
+    train_each_alone,
+    train_stopped,
+)
 
 denoising = pytest.importorskip("tests.train.test_diffusion", reason="pip install diffusers")
 embedding = pytest.importorskip(
@@ -36,15 +39,11 @@ base, directories, models = rewarded.base, embedding.directories, distilled.mode
 causal, several, table = learned.base, adapters.several, adapters.table
 
 
-def _train(rank: int, config: SwapConfig | JobConfig, resume: bool = False) -> None:
-    program.train(config, resume=resume)
-
-
 def _train_on(count: int, config: SwapConfig | JobConfig) -> None:
     if count == 1:
-        _train(0, config)
+        train(0, config)
     else:
-        run_ranks(count, _train, config)
+        run_ranks(count, train, config)
 
 
 Left = tuple[list[dict[str, Any]], dict[str, torch.Tensor]]
@@ -115,11 +114,6 @@ def test_two_ranks_learn_from_a_teacher_as_twice_the_accumulation_would(
     _assert_same(*(_left_in(tmp_path / name / "output") for name in "12"))
 
 
-def _seem_launched(rank: int) -> None:
-    """Gives a program that does not use infinity the variables of torchrun."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-
-
 @pytest.mark.parametrize(
     ("family", "adapter"), sampled([("flux", True), ("sd3", False)], ("flux", True).__eq__)
 )
@@ -146,12 +140,6 @@ def test_two_ranks_learn_images_as_twice_the_accumulation_would(
     assert len({line["num_tokens"] for line in told[0]}) > 1
 
 
-def _embed_in_memory(rank: int, table: Any, rows: list[Any]) -> tuple[list[float], Any]:
-    _seem_launched(rank)
-    model, trainer = embedding.in_memory(table, rows)
-    return [loss for loss, *_ in embedding.steps(trainer)], model.state_dict()
-
-
 @pytest.mark.parametrize("number", sampled([0, 4, 5], (0).__eq__))
 def test_two_ranks_have_the_bits_of_sentence_transformers_under_ddp(
     tmp_path: Path, directories: Path, number: int
@@ -172,8 +160,8 @@ def test_two_ranks_have_the_bits_of_sentence_transformers_under_ddp(
     seed, shuffle = table["data"].get("seed", 0), table["data"].get("shuffle", True)
     rest, _ = embedding.split_rows(30, held_out=0.1, seed=seed, shuffle=shuffle)
     rows = [records[row] for row in rest]
-    (losses, weights), _ = run_ranks(2, _embed_in_memory, table, rows)
-    run_ranks(2, _train, SwapConfig.load(table))
+    (losses, weights), _ = run_ranks(2, embed_in_memory, table, rows)
+    run_ranks(2, train, SwapConfig.load(table))
     lines = lines_of(Path(table["output"]["directory"]))
     assert [line["loss"] for line in lines] == losses and len(losses) == 4
     assert lines[1]["held_out_loss"] and lines[3]["held_out_loss"]
@@ -183,25 +171,11 @@ def test_two_ranks_have_the_bits_of_sentence_transformers_under_ddp(
     assert found.keys() == weights.keys() and all((found[n] == weights[n]).all() for n in found)
 
 
-def _refused(rank: int, config: SwapConfig) -> str:
-    with pytest.raises(ConfigError) as refusal:
-        program.train(config)
-    return str(refusal.value)
-
-
-def test_records_that_give_a_rank_no_batch_are_refused(tmp_path: Path, directories: Path) -> None:
+def test_records_that_give_a_rank_no_batch_arerefused(tmp_path: Path, directories: Path) -> None:
     table = embedding.job(tmp_path, directories / "bert", embedding.PAIRS[:7])
     del table["adapter"]
-    refusals = run_ranks(2, _refused, SwapConfig.load(table))
+    refusals = run_ranks(2, refused, SwapConfig.load(table))
     assert all("7 are left for train.batch_size=4 on each of 2 ranks" in text for text in refusals)
-
-
-def _rewarded_in_memory(rank: int, base: Path, method: str, beta: float, directory: Path) -> Any:
-    _seem_launched(rank)
-    rows = rewarded.rows_of(is_chat=False)
-    return rewarded.plain(
-        base, method, rows, rewarded.num_ones, lora=True, beta=beta, directory=directory, rank=rank
-    )
 
 
 REWARDED = [("grpo", 0.1), ("rloo", 0.0)]
@@ -211,9 +185,9 @@ REWARDED = [("grpo", 0.1), ("rloo", 0.0)]
 def test_two_ranks_have_the_bits_of_trl_under_ddp(
     tmp_path: Path, base: Path, method: str, beta: float
 ) -> None:
-    rows, _ = run_ranks(2, _rewarded_in_memory, base, method, beta, tmp_path / "plain")
+    rows, _ = run_ranks(2, rewarded_in_memory, base, method, beta, tmp_path / "plain")
     job = rewarded.job_of(tmp_path, base, method=method, beta=beta)
-    run_ranks(2, _train, SwapConfig.load(job))
+    run_ranks(2, train, SwapConfig.load(job))
     lines = lines_of(tmp_path / "output")
     for line, row in zip(lines, rows, strict=True):
         for name in ("loss", "reward", "entropy", *(["kl"] if beta else [])):
@@ -221,22 +195,12 @@ def test_two_ranks_have_the_bits_of_trl_under_ddp(
     assert sum(line["num_tokens"] for line in lines) == rows[-1]["num_tokens"]
 
 
-def _train_beside_a_device(rank: int, config: SwapConfig) -> None:
-    offload: Any = infinity.offload
-
-    def on_device(*args: Any, **options: Any) -> None:
-        offload(*args, device=SimulatedDevice(rank), **options)
-
-    infinity.offload = on_device  # type: ignore[assignment]
-    program.train(config)
-
-
 def test_ranks_generate_answers_of_several_lengths_in_either_exchange(
     tmp_path: Path, base: Path
 ) -> None:
     """A rank that has generated waits for the other one, which still gathers weights."""
     told = []
-    for exchange, work in (("one_sided", _train), ("collective", _train_beside_a_device)):
+    for exchange, work in (("one_sided", train), ("collective", train_beside_a_device)):
         job = rewarded.job_of(
             tmp_path / exchange, base, max_completion_length=40, num_generations=4,
             rest=f'[distributed]\nexchange = "{exchange}"',
@@ -258,34 +222,16 @@ def test_a_server_samples_for_two_ranks_and_dies(tmp_path: Path, base: Path) -> 
             with rewarded.server_of(base, **faults).running() as url:
                 job = rewarded.job_of(tmp_path / name, base, rest=rest, sampler=url)
                 if death is None:
-                    run_ranks(2, _train, SwapConfig.load(job), name == "again")
+                    run_ranks(2, train, SwapConfig.load(job), name == "again")
                     continue
                 with pytest.raises(AssertionError, match="does not answer: "):
-                    run_ranks(2, _train, SwapConfig.load(job))
+                    run_ranks(2, train, SwapConfig.load(job))
         assert [*(tmp_path / name / "output" / "sampler").iterdir()] == []
         lines.append(lines_of(tmp_path / name / "output"))
     for whole, again in zip(*lines, strict=True):
         for key in ("loss", "reward", "entropy", rewarded.DIFFERENCE + "max"):
             assert whole[key] == again[key], key
         assert whole[rewarded.DIFFERENCE + "max"] < 1e-5
-
-
-def _train_each_alone(rank: int, configs: list[SwapConfig]) -> None:
-    for config in configs:
-        program.train(config)
-
-
-def _train_stopped(rank: int, config: SwapConfig) -> int:
-    """Rank 1 is asked to end in its second step."""
-    begin = program.Run.begin_step
-
-    def stop(run: program.Run) -> None:
-        if rank == 1 and run.num_steps == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        begin(run)
-
-    program.Run.begin_step = stop  # type: ignore[method-assign]
-    return program.train(config)[1]
 
 
 def test_adapters_of_one_sweep_have_the_bits_of_runs_of_their_own_over_ranks_too(
@@ -297,9 +243,9 @@ def test_adapters_of_one_sweep_have_the_bits_of_runs_of_their_own_over_ranks_too
         changed(config, {"output.directory": tmp_path / f"alone-{number}"})
         for number, config in enumerate(SwapConfig.load(several).of_adapters())
     ]
-    run_ranks(2, _train_each_alone, configs)
-    assert run_ranks(2, _train_stopped, SwapConfig.load(several)) == [143, 143]
-    run_ranks(2, _train, SwapConfig.load(several), True)
+    run_ranks(2, train_each_alone, configs)
+    assert run_ranks(2, train_stopped, SwapConfig.load(several)) == [143, 143]
+    run_ranks(2, train, SwapConfig.load(several), True)
     for config, place in zip(configs, adapters.places(several).values(), strict=True):
         lines, weights, _ = adapters.left_by(place)
         wanted_lines, wanted, _ = adapters.left_by(config.output.directory)

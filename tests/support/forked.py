@@ -30,6 +30,7 @@ _PRELOADED = [
     "infinity.tools.training.program",
     "peft.utils.transformers_weight_conversion",
     "pytest",
+    "tests.multirank.work",
     "tests.support.probed",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
