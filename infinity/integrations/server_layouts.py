@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ from infinity.errors import ConfigError, UnsupportedError, listed
 from infinity.fused.launches import FORMS
 from infinity.modules.reading.configuration import empty_model, is_router
 from infinity.modules.reading.dtypes import names_kept_wide
+
+_log = logging.getLogger("infinity")
 
 CONFIG_NAME, WEIGHTS_NAME = ADAPTER_NAMES
 PREFIX = "base_model.model."  # Of PEFT, before the names of the base.
@@ -229,6 +232,16 @@ LOADERS = {
         },
     ),
 }  # fmt: skip
+
+
+def warn_unused(modules: Collection[str]) -> None:
+    """Logs modules whose factors a server takes and does not use: before the adapter is trained."""
+    for server, loader in LOADERS.items():
+        for name in sorted({module.rpartition(".")[2] for module in modules} & loader.dropped):
+            _log.warning(
+                "adapter: %s does not use the factors of %s; to serve there, merge the adapter, or "
+                "leave %s out of adapter.targets", server, name, name,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

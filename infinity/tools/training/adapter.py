@@ -31,7 +31,7 @@ from infinity.config.paths import refuse_absent_adapter
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, listed, refusing, reporting
-from infinity.integrations.server_layouts import CONFIG_NAME, PREFIX, WEIGHTS_NAME
+from infinity.integrations.server_layouts import CONFIG_NAME, PREFIX, WEIGHTS_NAME, warn_unused
 from infinity.modules.reading.adapters import SCORER, adapter_of, changes_base, names_of_adapters
 from infinity.modules.reading.configuration import HEADS, is_router, scores_sequences, towers
 from infinity.modules.tiling.split import modules_of, parameters_of
@@ -258,6 +258,7 @@ def _wrapped(model: Any, config: Any, options: AdapterConfig) -> Any:
             f"{type(model).__name__} for its routed experts; set adapter.experts = true to adapt "
             "them, or leave gate_proj, up_proj and down_proj out"
         )
+    warn_unused(() if options.resume else model.base_model.targeted_module_names)
     return model
 
 
