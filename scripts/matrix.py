@@ -33,7 +33,7 @@ PAGE = ROOT / "docs" / "INTEGRATIONS.md"
 
 # A bound that changes here changes in pyproject.toml and in infinity/config/extras.py, too.
 ENVIRONMENTS = {
-    "oldest": ["torch==2.10.*", "transformers==5.17.*", "peft==0.20.*", "trl==1.16.*"],
+    "oldest": ["torch==2.10.*", "transformers==5.16.*", "peft==0.20.*", "trl==1.16.*"],
     "image": ["torch==2.11.*", "transformers==5.17.*", "peft==0.21.*", "trl==1.16.*"],
     "middle": ["torch==2.13.*", "transformers==5.23.*", "peft==0.21.*", "trl==1.16.*"],
     "newest": ["torch==2.15.*", "transformers==5.24.*", "peft==0.21.*", "trl==1.16.*"],

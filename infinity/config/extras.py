@@ -33,7 +33,7 @@ class Tried:
 
 TRIED = {
     "torch": Tried((2, 10), (2, 15)),
-    "transformers": Tried((5, 17), (5, 24)),
+    "transformers": Tried((5, 16), (5, 24)),
     "peft": Tried((0, 20), (0, 21)),
     "trl": Tried((1, 16), (1, 16)),
 }

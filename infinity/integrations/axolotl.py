@@ -10,8 +10,7 @@ axolotl loads the model and its adapters, and calls the plug-in: it offloads the
 trainer is made, and prepares the trainer. Written against the hooks that axolotl documents for
 plug-ins (docs.axolotl.ai, "Custom integrations"): `get_input_args`, `pre_model_load`,
 `post_model_load`, `post_trainer_create`, `post_train_unload`. axolotl itself is imported when it
-asks for the class. One process, and transformers 5.17 or newer, while axolotl 0.19 pins an older
-one. axolotl has the model in memory once, before it is offloaded.
+asks for the class. One process. axolotl has the model in memory once, before it is offloaded.
 """
 
 from __future__ import annotations

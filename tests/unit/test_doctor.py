@@ -116,7 +116,7 @@ JUDGED: list[tuple[Finding, str, tuple[str, ...]]] = [
     (release("torch", "2.10.0+cu128"), "ok", ("tried: 2.10 to 2.15",)),
     (release("torch", "2.15.0"), "ok", ("2.15.0",)),
     (release("torch", "2.16.0.dev20261127"), "degraded", ("pip install 'torch<2.16'",)),
-    (release("transformers", "5.16.1"), "missing", ("transformers>=5.17,<6",)),
+    (release("transformers", "5.15.1"), "missing", ("transformers>=5.16,<6",)),
     (release("transformers", "5.25.0"), "degraded", ("no test has run with it",)),
     (release("trl", "1.15.0"), "missing", ("trl>=1.16,<2",)),
     (release("peft", "0.22.0"), "degraded", ("peft<0.22",)),
