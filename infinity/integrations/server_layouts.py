@@ -10,11 +10,12 @@ module.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,7 +186,8 @@ class Loader:
     """The modules that the LoRA loader of one release reads, as its source says.
 
     known: the last names of modules that it loads; empty means every linear layer
-    dropped: last names of modules whose factors it takes and does not use
+    dropped: last names of modules whose factors it takes and does not use, in models of other types
+        than `uses_dropped`
     needs: what else it needs in a module that has a projection, or it fails or drops that one
     packed: types of models whose experts it reads as PEFT packs them
     reads_rslora: whether it reads `use_rslora`; otherwise the scale is alpha / rank
@@ -195,17 +197,23 @@ class Loader:
     source: str
     known: frozenset[str] = frozenset()
     dropped: frozenset[str] = frozenset()
+    uses_dropped: frozenset[str] = frozenset()
     needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     packed: frozenset[str] = frozenset()
     reads_rslora: bool = False
+
+    def drops(self, name: str, model_type: str) -> bool:
+        """Whether it takes factors of modules of this last name and does not use them."""
+        return name in self.dropped and model_type not in self.uses_dropped
 
 
 LOADERS = {
     "vllm": Loader(
         release="vLLM 0.33.0",
         source="vllm/lora: lora_model, model_manager, lora_weights, peft_helper; commit 4ba787ec9",
-        # Latent attention reads the base's matrix itself.
+        # Latent attention reads the base's matrix itself; minicpm3.py calls the module.
         dropped=frozenset({"kv_b_proj"}),
+        uses_dropped=frozenset({"minicpm3"}),
         # Of experts only: `PackedLoRALayerWeights.pack_moe`.
         needs={
             "experts.gate_proj": ("up_proj", "down_proj"), "experts.down_proj": ("gate_proj",),
@@ -234,13 +242,17 @@ LOADERS = {
 }  # fmt: skip
 
 
-def warn_unused(modules: Collection[str]) -> None:
-    """Logs modules whose factors a server takes and does not use: before the adapter is trained."""
-    for server, loader in LOADERS.items():
-        for name in sorted({module.rpartition(".")[2] for module in modules} & loader.dropped):
+@functools.cache  # Once in a process: a plan builds the model several times.
+def warn_unused(modules: frozenset[str], model_type: str) -> None:
+    """Logs modules whose factors a server takes and does not use, before an adapter of these
+    modules is trained."""
+    for loader in LOADERS.values():
+        names = {module.rpartition(".")[2] for module in modules}
+        if unused := {name for name in names if loader.drops(name, model_type)}:
             _log.warning(
-                "adapter: %s does not use the factors of %s; to serve there, merge the adapter, or "
-                "leave %s out of adapter.targets", server, name, name,
+                "%s does not use the factors of %s; to serve the adapter there, merge it, or set "
+                "adapter.targets = %s",
+                loader.release, listed(sorted(unused)), json.dumps(sorted(names - unused)),
             )  # fmt: skip
 
 
@@ -373,7 +385,7 @@ def _why_not(
         return f"experts of a {model_type} are read packed, and the files have them one by one"
     if loader.known and last not in loader.known:
         return "it has no place there"
-    if last in loader.dropped:
+    if loader.drops(last, model_type):
         return "attention reads the matrix of the base there; train without it"
     is_turned = isinstance(layer, ParamWrapper) and not layer._did_swap_in_out_features  # noqa: SLF001
     return None if placed.axes == ((1, 0) if is_turned else (0, 1)) else "it is stored transposed"

@@ -24,6 +24,7 @@ from transformers import (
 from infinity.checkpoint.huggingface.import_weights import weight_source
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.integrations.server_layouts import warn_unused
 from infinity.modules.reading.configuration import is_router, published_config
 from infinity.tools.convert.spread import plan_gather, plan_spread, run_gather, run_spread
 from infinity.tools.training.adapter import auto_targets, expert_targets
@@ -118,9 +119,12 @@ def test_a_run_has_the_bits_of_peft_in_memory(tmp_path, table, kind, adapter, ca
     """Loss and gradient norm of each step, the adapter, and the logits of plain PEFT with it."""
     base = save_base(tmp_path / "base", kind)
     table["adapter"] |= adapter
+    warn_unused.cache_clear()
     run(table)
-    is_said = "vllm does not use the factors of kv_b_proj" in caplog.text
-    assert is_said == (kind == "deepseek_v3")
+    said = (
+        "vLLM 0.33.0 does not use the factors of 'kv_b_proj'; to serve the adapter there, merge it"
+    )
+    assert caplog.text.count(said) == (kind == "deepseek_v3")
     expected, outcomes = plain(table)
     assert metrics(table) == outcomes
     saved = load_file(tmp_path / "output" / "adapter_model.safetensors")
@@ -134,6 +138,16 @@ def test_a_run_has_the_bits_of_peft_in_memory(tmp_path, table, kind, adapter, ca
     ids = torch.arange(32)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected.eval()(ids).logits)
+
+
+def test_factors_that_a_server_uses_in_one_type_of_model_are_not_called_unused(caplog) -> None:
+    """MiniCPM3 in vLLM calls kv_b_proj; other latent attention reads its matrix."""
+    modules = frozenset({"layers.0.kv_b_proj", "layers.0.o_proj"})
+    warn_unused.cache_clear()
+    warn_unused(modules, "minicpm3")
+    assert not caplog.text
+    warn_unused(modules, "kimi_k2")
+    assert 'set adapter.targets = ["o_proj"]' in caplog.text
 
 
 def test_an_adapter_of_experts_has_the_numbers_of_peft(tmp_path, table) -> None:

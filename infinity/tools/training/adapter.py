@@ -104,11 +104,15 @@ def attach_adapter(
         )
     # Of the base alone, which has no modules of adapters.
     configs = [_config(model, options, base, identity, heads) for options, _ in adapters]
+    new = set[str]()
     for (options, seed), config in zip(adapters, configs, strict=True):
         torch.manual_seed(seed)
         adapted = _wrapped(adapted, config, options)
         if options.resume is not None:
             _load(adapted, options.resume, base, options.peft_name)
+        else:
+            new |= {*adapted.base_model.targeted_module_names}
+    warn_unused(frozenset(new), getattr(model.config, "model_type", ""))
     names = names_of_adapters(adapted) if others else ()
     for name, parameter in adapted.named_parameters():
         if adapter_of(name, names):  # PEFT trains one of several.
@@ -258,7 +262,6 @@ def _wrapped(model: Any, config: Any, options: AdapterConfig) -> Any:
             f"{type(model).__name__} for its routed experts; set adapter.experts = true to adapt "
             "them, or leave gate_proj, up_proj and down_proj out"
         )
-    warn_unused(() if options.resume else model.base_model.targeted_module_names)
     return model
 
 
@@ -444,8 +447,8 @@ def _target_modules(model: nn.Module, targets: tuple[str, ...]) -> Any:
         return list(targets)
     if not (found := auto_targets(model)):
         raise ConfigError(
-            f'adapter.targets: "auto" finds no linear layer in {type(model).__name__}; name the '
-            "modules"
+            f'adapter.targets: "auto" finds no linear layer in {type(model).__name__} whose '
+            "kernel reads it through its module; expected names of modules"
         )
     return found
 
@@ -455,9 +458,9 @@ def _refuse_absent_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
     are."""
     if set(targets) & {AUTO_TARGETS, ALL_LINEAR}:
         return
-    names = [name for name, _ in model.named_modules()]
+    names = [f".{name}" for name, _ in model.named_modules()]
     for target in targets:
-        if not any(_ends(name, target) for name in names):
+        if not any(name.endswith(f".{target}") for name in names):
             linear = dict.fromkeys(name.rpartition(".")[2] for name in _linear_names(model))
             raise ConfigError(
                 f"adapter.targets: {target!r} is no module of a {type(model).__name__}; expected "
@@ -685,7 +688,9 @@ def _is_auto_target(name: str, model: nn.Module) -> bool:
         return any(_OF_DENOISER.fullmatch(part) for part in parts)
     is_routed = any("experts" in one and other.isdigit() for one, other in pairwise(parts))
     # The matrices of a state-space mixer are read by its kernel, past their modules.
-    mixer = model.get_submodule(name.rpartition(".")[0])  # Nemotron-H calls attention so, too.
+    mixer = model.get_submodule(
+        name.rpartition(".")[0]
+    )  # Nemotron-H has attention of that name, too.
     is_mixer = any("mamba" in part or "ssm" in part for part in parts)
     is_mixer |= hasattr(mixer, "A_log") and hasattr(mixer, "in_proj")
     rows = int(model.get_submodule(name).weight.shape[0])  # type: ignore[index]
@@ -693,7 +698,3 @@ def _is_auto_target(name: str, model: nn.Module) -> bool:
     has_other_end = _task_of(model) in ("SEQ_CLS", "FEATURE_EXTRACTION")
     is_head = has_other_end and not any(map(str.isdigit, parts))
     return not (is_routed or is_mixer or is_head or is_router(name) or rows == 1)
-
-
-def _ends(name: str, ending: str) -> bool:
-    return name == ending or name.endswith(f".{ending}")
