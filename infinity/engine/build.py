@@ -47,8 +47,7 @@ from infinity.modules.handles.handle import Handle
 from infinity.modules.handles.originals import Follower, Originals
 from infinity.modules.reading.adapters import (
     derived_buffers,
-    refuse_files_under_changed_base,
-    refuse_values_to_come,
+    refuse_other_base,
     refuse_without_values,
 )
 from infinity.modules.reading.discover import ModelLayout, UnitRule
@@ -391,9 +390,7 @@ def refuse_model(model: nn.Module, *, has_weights: bool) -> None:
                 "leaves for its tier before that; remove the hook, or use register_hook"
             )
     refuse_without_values(model)
-    refuse_values_to_come(model)
-    if has_weights:
-        refuse_files_under_changed_base(model)
+    refuse_other_base(model, has_files=has_weights)
     derived = derived_buffers(model)
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (

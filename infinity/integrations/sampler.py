@@ -30,6 +30,7 @@ from infinity import bounded
 from infinity.bounded import MalformedError, field, integer, list_of, table_of
 from infinity.errors import ConfigError, UnsupportedError, listed, refusing, reporting
 from infinity.integrations.server_layouts import LOADERS, over_its_base, plan_layout
+from infinity.modules.reading.adapters import changes_base
 
 _TIMEOUT_S, _GREETING_S = 600, 30
 _TOP = 100  # Tokens that a server without the log-probabilities of prompts gives at each position.
@@ -57,6 +58,7 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.method: Method | None = None
         self._kind: Literal["vllm", "sglang"] | None = None
+        self._repeats_itself: bool | None = None
         self._token: str | None = None
         if key is not None:
             if key not in os.environ:
@@ -138,13 +140,13 @@ class Server:
         """Whether all completions of one request are the same, so that each must be a request with
         a seed of its own: SGLang with --enable-deterministic-inference draws by seed and position.
         True for an SGLang that does not say."""
-        if self.kind != "sglang":
-            return False
-        try:
-            found = self._ask("server_info")
-        except _RefusedError:
-            return True
-        return found.get("enable_deterministic_inference") is not False
+        if self._repeats_itself is None:
+            self._repeats_itself = self.kind == "sglang"
+            if self._repeats_itself:
+                with contextlib.suppress(_RefusedError):
+                    found = self._ask("server_info").get("enable_deterministic_inference")
+                    self._repeats_itself = found is not False
+        return self._repeats_itself
 
     def load_adapter(self, base: str, name: str, directory: Path) -> str:
         """Makes the server read an adapter under this name. Returns the name of the model with it.
@@ -300,6 +302,12 @@ class ServerSampler:
             raise UnsupportedError(
                 "sampler: only an adapter is handed over to a server, and this model has none; "
                 "give `peft_config` to infinity.from_pretrained, or leave `sampler` out"
+            )
+        if changes_base(config := trainer.model.peft_config[trainer.model.active_adapter]):
+            raise UnsupportedError(
+                "sampler: PEFT has changed the base's weights for the adapter (init_lora_weights = "
+                f"{config.init_lora_weights!r}), and the server has those from before; begin with "
+                "other values, or leave `sampler` out"
             )
 
     def attach(self, trainer: Any) -> None:

@@ -198,7 +198,7 @@ def test_a_run_that_a_server_samples_for_is_that_of_the_plain_trainer(
         assert 0 < row[DIFFERENCE + "mean"] <= row[DIFFERENCE + "max"] < 1e-5
 
 
-def test_completions_of_a_prompt_differ_where_a_server_draws_by_seed_and_position(
+def test_each_completion_has_its_seed_where_a_server_draws_by_seed_and_position(
     tmp_path: Path,
 ) -> None:
     """SGLang with --enable-deterministic-inference: the copies of one request are the same."""
@@ -243,6 +243,9 @@ def test_a_sampler_that_cannot_be_is_refused_before_the_model_is_offloaded(tmp_p
             prepare_trainer(rloo, swap(tmp_path), sampler=url)
         with pytest.raises(ConfigError, match="tiers.no: unknown key"):
             prepare_trainer(trainer, {"tiers": {"no": 1}}, sampler=url)
+        model.peft_config["default"].init_lora_weights = "pissa_niter_2"
+        with pytest.raises(UnsupportedError, match=r"PEFT has changed the base.*'pissa_niter_2'"):
+            prepare_trainer(trainer, swap(tmp_path), sampler=url)
     assert not trainer.use_vllm and "train" not in vars(trainer)
     assert not any(isinstance(p, Handle) for p in model.parameters())
 

@@ -23,7 +23,7 @@ SCORER = "scorer"  # The name of an adapter that scores what the trained one gen
 # Methods, and values of `init_lora_weights`, whose first values PEFT computes from the base.
 _STARTS_FROM_BASE = ("CPT", "DELORA")
 _LORA_STARTS_FROM_BASE = ("pissa", "olora", "mica", "eva", "corda", "loftq")
-# Of these, the values for which PEFT takes what it gives the adapter out of the base.
+# Values for which PEFT takes out of the base what it gives the adapter.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _DERIVED = ("lora_magnitude_vector", "trainable_tokens_delta", "trainable_tokens_original")
 
@@ -55,25 +55,33 @@ def refuse_without_values(model: nn.Module) -> None:
                 raise ConfigError(
                     f"{layer}.{name}.{leaf} of an adapter has no value. Build the model under "
                     "`with infinity.init_empty_weights(config):`, not on torch's meta device, "
-                    "and attach or load "
-                    "the adapter after that block, where it keeps what PEFT gives it "
-                    "(low_cpu_mem_usage=True only where a saved adapter is loaded). A method "
-                    "whose first values come from the base's weights (CPT, DeLoRA, PiSSA) needs a "
-                    "base in memory, built outside of that block"
+                    "and attach or load the adapter after that block, where it keeps what PEFT "
+                    "gives it (low_cpu_mem_usage=True only where a saved adapter is loaded). A "
+                    "method whose first values come from the base's weights (CPT, DeLoRA, PiSSA) "
+                    "needs a base in memory, built outside of that block"
                 )
 
 
-def refuse_values_to_come(model: nn.Module) -> None:
+def refuse_other_base(model: nn.Module, *, has_files: bool) -> None:
     """Refuses an adapter whose first values PEFT has made of weights that do not have theirs yet:
-    small ones, which keep their constructor's values until `offload`."""
+    small ones, which keep their constructor's values until `offload`. With `has_files` also one for
+    which PEFT has changed the base in memory: the files have other values."""
     names = names_of_adapters(model)
-    for name in names if names and any(map(is_to_come, model.parameters())) else ():
-        start = _start_from_base(model, name, model.peft_config[name])  # type: ignore[index]
+    is_base_to_come = bool(names) and any(map(is_to_come, model.parameters()))
+    for name in names:
+        config: Any = model.peft_config[name]  # type: ignore[index]
+        start = _start_from_base(model, name, config) if is_base_to_come else None
         if start is not None:
             raise ConfigError(
                 f"adapter {name!r} takes its first values from the base's weights ({start}), which "
                 "infinity.init_empty_weights leaves to offload; build the base in memory, outside "
                 "of that block"
+            )
+        if has_files and changes_base(config):
+            raise ConfigError(
+                f"PEFT has changed the base's weights for adapter {name!r} (init_lora_weights = "
+                f"{config.init_lora_weights!r}), and `weights` has those from before; leave "
+                "`weights` out, which takes the weights in memory"
             )
 
 
@@ -93,19 +101,6 @@ def _start_from_base(model: Any, name: str, config: Any) -> str | None:
 def changes_base(config: Any) -> bool:
     """Whether PEFT changes the base's weights where it attaches such an adapter."""
     return str(getattr(config, "init_lora_weights", "")).lower().startswith(_CHANGES_BASE)
-
-
-def refuse_files_under_changed_base(model: nn.Module) -> None:
-    """Refuses `weights` for a base in memory that PEFT has changed for an adapter: the files have
-    other values."""
-    for name in names_of_adapters(model):
-        config: Any = model.peft_config[name]  # type: ignore[index]
-        if changes_base(config):
-            raise ConfigError(
-                f"PEFT has changed the base's weights for adapter {name!r} (init_lora_weights = "
-                f"{config.init_lora_weights!r}), and `weights` has those from before; leave "
-                "`weights` out, which takes the weights in memory"
-            )
 
 
 def derived_buffers(model: nn.Module) -> set[int]:

@@ -99,9 +99,10 @@ def verify_served(
             base = ask(server, read, base_model, progress)
     verdict = judge(read, served, base)
     if verdict.outcome == "ignored" and model and ":" not in model and server.kind == "sglang":
-        name = f"{server.only_model('name it before a colon', is_base=True)}:{model}"
-        remedy = f"; SGLang takes each name without a colon for its base: --model {name}"
-        verdict = replace(verdict, sentence=verdict.sentence + remedy)
+        name, *others = server.models(is_base=True)
+        if model != name and not others:
+            remedy = f"SGLang takes each name without a colon for its base: --model {name}:{model}"
+            verdict = replace(verdict, sentence=f"{verdict.sentence}; {remedy}")
     lines = _lines(verdict, server.method, read.groups)
     reply(asdict(verdict) | {"method": server.method}, "\n".join(lines))
     raise typer.Exit(0 if verdict.outcome == "served" else 1)
