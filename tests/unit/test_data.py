@@ -256,7 +256,7 @@ def test_a_text_to_continue_begins_as_the_tokenizer_begins_one_and_has_no_end(wo
         single="three $A <eos>", special_tokens=[("three", 4), ("<eos>", 1)]
     )
     assert own.tokenizer("one two")["input_ids"] == [4, 2, 3, 1]
-    assert own.begin("one two") == [4, 2, 3]
+    assert own.begin("one two") == [4, 2, 3] == own.begin("three one two")
 
 
 def test_hugging_face_token_outside_the_vocabulary_is_shown_as_text(tmp_path, word_tokenizer):

@@ -285,7 +285,9 @@ def read_model(config: JobConfig) -> tuple[ModelPlan, Tokenizer | None, list[int
     sample = config.train.sample
     if sample is None:
         return plan, tokenizer, []
-    ids = tokenizer.begin(sample.prompt)
+    # Random weights learn texts of a file, which have no token before them.
+    encode = tokenizer.encode if config.model.path is None else tokenizer.begin
+    ids = encode(sample.prompt)
     if not ids:
         raise ConfigError("train.sample.prompt gives no token")
     refuse_stranger(max(ids), tokenizer, plan.vocab_size, "train.sample.prompt")

@@ -128,10 +128,11 @@ class HuggingFaceTokenizer:
 
     def begin(self, text: str) -> list[int]:
         """Returns the ids of a text that a model is to continue: behind the special tokens that the
-        tokenizer puts before a text, and without those that it puts at its end."""
+        tokenizer puts before a text, unless it has them, and without those at its end."""
         ids, own = list(self.tokenizer(text, verbose=False)["input_ids"]), self.encode(text)
-        ends = range(len(own), len(ids) + 1)
-        return next((ids[:end] for end in ends if ids[end - len(own) : end] == own), own)
+        lengths = range(len(ids) - len(own) + 1)
+        before = next((ids[:n] for n in lengths if ids[n : n + len(own)] == own), [])
+        return own if own[: len(before)] == before else before + own
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids."""
