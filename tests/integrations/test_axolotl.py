@@ -113,10 +113,9 @@ def test_a_missing_file_is_named(plugin: Any) -> None:
         plugin.pre_model_load({})
 
 
-def test_a_transformers_too_old_to_export_is_refused_before_the_model_is_loaded(
+def test_a_transformers_that_is_too_old_is_refused_before_the_model_is_loaded(
     plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """axolotl 0.19 pins 5.16.1."""
     monkeypatch.setattr("infinity.config.extras.version", lambda name: "5.15.1")
     cfg = {"infinity_config": {"tiers": {"host": {"capacity": "8MiB"}}}}
     with pytest.raises(ConfigError, match=r"needs transformers>=5.16,<6, got 5.15.1"):

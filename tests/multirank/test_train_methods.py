@@ -171,7 +171,7 @@ def test_two_ranks_have_the_bits_of_sentence_transformers_under_ddp(
     assert found.keys() == weights.keys() and all((found[n] == weights[n]).all() for n in found)
 
 
-def test_records_that_give_a_rank_no_batch_arerefused(tmp_path: Path, directories: Path) -> None:
+def test_records_that_give_a_rank_no_batch_are_refused(tmp_path: Path, directories: Path) -> None:
     table = embedding.job(tmp_path, directories / "bert", embedding.PAIRS[:7])
     del table["adapter"]
     refusals = run_ranks(2, refused, SwapConfig.load(table))

@@ -94,7 +94,7 @@ class Distributed(Section):
     """Sharding over the ranks of torch.distributed. Has no effect with one rank."""
 
     zero_stage: Annotated[int, integer(1, 3)] = 3
-    """Shards, as in ZeRO: 1 the state of the optimizer, 2 gradients too, 3 parameters too."""
+    """The sharded state, as in ZeRO: 1 that of the optimizer, 2 gradients too, 3 parameters too."""
     budgets: Annotated[RankBudgets, choice(RankBudgets)] = "node"
     """ "node" divides the capacities of host and nvme evenly among the ranks of a node; "rank"
     gives each rank all of them. The capacity of the device is always per rank."""

@@ -220,8 +220,9 @@ class AdapterConfig(Section):
     experts_census: Annotated[Location | None, MAY_CHANGE] = None
     """File that `infinity score --routing` wrote over this base; required for a share."""
     experts_score: Annotated[ExpertScore, choice(ExpertScore), MAY_CHANGE] = "gate"
-    """The order of the census: "gate", the expert's share of the router's weights in its layer,
-    or "tokens", its share of the tokens (ESFT-Gate and ESFT-Token of arXiv 2407.01906)."""
+    """The score by which the census orders experts: "gate", the expert's share of the router's
+    weights in its layer, or "tokens", its share of the tokens (ESFT-Gate and ESFT-Token of arXiv
+    2407.01906)."""
     resume: Annotated[Location | None, MAY_CHANGE] = None
     """Directory of an adapter in PEFT's format to continue from. Its adapter_config.json then
     decides the other keys; one that is set here must agree."""

@@ -248,7 +248,7 @@ class Train(Section):
     activation_checkpointing: Annotated[Flag, MAY_CHANGE] = False
     """Recompute activations in the backward."""
     nonfinite: Annotated[Nonfinite, choice(Nonfinite), MAY_CHANGE] = "error"
-    """The answer to a step whose loss or norm is not finite: "error" ends the run with the
+    """What to do about a step whose loss or norm is not finite: "error" ends the run with the
     weights of the step before; "skip" leaves the weights as they are and continues. More than 16
     such steps in a row are an error."""
     seed: Annotated[int, SEED] = 0

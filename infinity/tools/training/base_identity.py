@@ -71,10 +71,16 @@ def identify(source: WeightSource) -> BaseIdentity:
 
 
 def digest_of_config(base: Path) -> str:
-    """Returns the SHA-256 of what config.json of a base says about the model, which computes other
-    numbers of the same weights where a word of it changes. Raises ConfigError."""
-    told = {key: value for key, value in read_config(base).items() if key not in _OF_WRITER}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    """Returns the SHA-256 of the configuration of a base, without what names its writer. A changed
+    value gives other results with the same weights. Raises ConfigError."""
+
+    def told(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: told(inner) for key, inner in value.items() if key not in _OF_WRITER}
+        return value
+
+    content = json.dumps(told(read_config(base)), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def write_identity(identity: BaseIdentity, directory: Path) -> None:

@@ -111,14 +111,14 @@ def _are_json_lines(head: bytes) -> bool:
 
 
 def read_utf8(path: Path, limit_nbytes: int | None = None) -> Iterator[bytes]:
-    """Yields the bytes of a file, or its first `limit_nbytes`, in chunks, without the mark of UTF-8
-    at its begin, which is no text. Raises ConfigError for a file that cannot be read, and with the
+    """Yields the bytes of a file, or its first `limit_nbytes`, in chunks, without a byte
+    order mark. Raises ConfigError for a file that cannot be read, and with the
     offset of the first byte that is no text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with _reading(path, OSError), path.open("rb") as file:
             offset = len(_BOM) if file.read(len(_BOM)) == _BOM else file.seek(0)
-            while limit_nbytes is None or offset < limit_nbytes:  # Which may cut a character.
+            while limit_nbytes is None or offset < limit_nbytes:  # The limit may cut a character.
                 left = _READ_NBYTES if limit_nbytes is None else limit_nbytes - offset
                 chunk = file.read(min(_READ_NBYTES, left))
                 if (at := chunk.find(b"\0")) >= 0:

@@ -58,7 +58,7 @@ def place_images(record: dict[str, Any], columns: Any, folder: Path, at: str) ->
 
     columns: the record in its file, in `folder`, where relative paths begin
     Raises ConfigError unless each image has one place: a part of a message, `<image>` in a text,
-    or, if there is neither, the begin of the first message of the user.
+    or, if there is neither, the beginning of the first message of the user.
     """
     listed: Any = next((columns[name] for name in COLUMNS if columns.get(name)), [])
     waiting = list(listed) if isinstance(listed, list) else [listed]
@@ -302,12 +302,16 @@ def _read(
     Writer(collate.processor, template, renew).checked(list(chain(*lists.values())), {}, at)
     used_nbytes = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     images = [decoded(image, at) for image in record["images"]]
-    content = [i["bytes"] or Path(i["path"]).read_bytes() for i in record["images"]]
     renew(sum(3 * image.width * image.height for image in images))
     # Processors and templates raise whatever their authors chose.
     with refusing(f"{at}: the model's processor refuses this record", Exception):
         made = collate([lists | {"images": images}])
     peak_nbytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    digests = hashlib.sha256()
+    with refusing(f"{at}: the image cannot be read again", OSError):
+        for image in record["images"]:
+            content = image["bytes"] or Path(image["path"]).read_bytes()
+            digests.update(hashlib.sha256(content).digest())
     ids, labels = made["input_ids"][0], made["labels"][0]
     most = len(ids) if length is None else length
     marks = {*collate.processor.image_token_ids}
@@ -325,7 +329,7 @@ def _read(
         "nbytes": sum(value.nbytes for value in made.values() if isinstance(value, torch.Tensor)),
         "reading_nbytes": max(0, peak_nbytes - used_nbytes),  # Of the largest one so far.
         "sha256": hashlib.sha256(torch.stack([ids, labels]).numpy().tobytes()).hexdigest(),
-        "images_sha256": hashlib.sha256(b"".join(content)).hexdigest(),
+        "images_sha256": digests.hexdigest(),
     }]  # fmt: skip
 
 

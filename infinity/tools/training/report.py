@@ -481,8 +481,9 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         last = "the last step" if num_last == 1 else f"the mean of {num_last} steps"
         held_out = ", ".join(f"{e['loss']:.3f} at {e['step']}" for e in summary["held_out_losses"])
         losses = f"{summary['loss_first']:.3f} -> {summary['loss_last_mean']:.3f}"
-        share = summary["loss_fall_share"]  # None where rewards made a loss 0 or less.
-        fall = "" if share is None else f"{-share:+.1%}; "
+        # Rewards make a loss 0 or less, of which there is no share, or almost 0.
+        share = summary["loss_fall_share"]
+        fall = "" if share is None or share < -10 else f"{-share:+.1%}; "
         speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
         rows += [
             ("loss", f"{losses} ({fall}the second is {last})"),
