@@ -246,8 +246,8 @@ LOADERS = {
 def warn_unused(modules: frozenset[str], model_type: str) -> None:
     """Logs modules whose factors a server takes and does not use, before an adapter of these
     modules is trained."""
+    names = {module.rpartition(".")[2] for module in modules}
     for loader in LOADERS.values():
-        names = {module.rpartition(".")[2] for module in modules}
         if unused := {name for name in names if loader.drops(name, model_type)}:
             _log.warning(
                 "%s does not use the factors of %s; to serve the adapter there, merge it, or set "

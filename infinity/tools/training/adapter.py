@@ -687,10 +687,9 @@ def _is_auto_target(name: str, model: nn.Module) -> bool:
     if hasattr(model, "save_config"):  # Of diffusers: not what modulates, embeds or projects.
         return any(_OF_DENOISER.fullmatch(part) for part in parts)
     is_routed = any("experts" in one and other.isdigit() for one, other in pairwise(parts))
-    # The matrices of a state-space mixer are read by its kernel, past their modules.
-    mixer = model.get_submodule(
-        name.rpartition(".")[0]
-    )  # Nemotron-H has attention of that name, too.
+    # The matrices of a state-space mixer are read by its kernel, past their modules. Nemotron-H
+    # calls its attention a mixer, too.
+    mixer = model.get_submodule(name.rpartition(".")[0])
     is_mixer = any("mamba" in part or "ssm" in part for part in parts)
     is_mixer |= hasattr(mixer, "A_log") and hasattr(mixer, "in_proj")
     rows = int(model.get_submodule(name).weight.shape[0])  # type: ignore[index]

@@ -111,9 +111,9 @@ def _are_json_lines(head: bytes) -> bool:
 
 
 def read_utf8(path: Path, limit_nbytes: int | None = None) -> Iterator[bytes]:
-    """Yields the bytes of a file, or its first `limit_nbytes`, in chunks, without a byte
-    order mark. Raises ConfigError for a file that cannot be read, and with the
-    offset of the first byte that is no text."""
+    """Yields the bytes of a file, or its first `limit_nbytes`, in chunks, without a byte order
+    mark. Raises ConfigError for a file that cannot be read, and with the offset of the first byte
+    that is no text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with _reading(path, OSError), path.open("rb") as file:
