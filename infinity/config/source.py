@@ -134,33 +134,19 @@ def _read_yaml(text: str) -> Any:
 def _bound_expansion(root: Any) -> None:
     """Raises MalformedError for aliases that expand to a large, endless or deeply nested table.
 
-    An alias is the node that it stands for, and a walk of the table visits it at every place. The
-    function counts these visits without a walk: each node once, children first.
+    An alias is the node that it stands for, and the walk visits it at every place, as all readers
+    of the table do.
     """
-    counts: dict[int, tuple[int, int]] = {}  # By node: nodes at and under it, and levels.
-    waiting, open_nodes = [root], set()
+    waiting, count = [(root, 1)], 0
     while waiting:
-        node = waiting[-1]
-        rows = [] if isinstance(node.value, str) else node.value
-        children = [cell for row in rows for cell in (row if isinstance(row, tuple) else (row,))]
-        left = [child for child in children if id(child) not in counts]
-        if id(node) not in counts and left:
-            open_nodes.add(id(node))
-            if any(id(child) in open_nodes for child in left):
-                raise MalformedError("not valid YAML: an alias stands for what it is a part of")
-            waiting += left
-            continue
-        waiting.pop()
-        open_nodes.discard(id(node))
-        below = [counts[id(child)] for child in children]
-        count = 1 + sum(number for number, _ in below)
-        depth = 1 + max((levels for _, levels in below), default=0)
-        line = node.start_mark.line + 1
+        node, depth = waiting.pop()
+        count, line = count + 1, node.start_mark.line + 1
         if count > _MAX_YAML_NODES:
             raise MalformedError(f"its aliases expand to more than {_MAX_YAML_NODES} values", line)
         if depth > MAX_DEPTH:
             raise MalformedError(f"it is nested too deeply: more than {MAX_DEPTH} levels", line)
-        counts[id(node)] = count, depth
+        for row in [] if isinstance(node.value, str) else node.value:
+            waiting += [(cell, depth + 1) for cell in (row if isinstance(row, tuple) else (row,))]
 
 
 def _yaml_loader(yaml: Any) -> Callable[[str], Any]:

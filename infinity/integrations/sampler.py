@@ -22,6 +22,7 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from functools import cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -57,8 +58,6 @@ class Server:
             raise ConfigError(f"{url!r} is no address of a server; expected http://HOST:PORT")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.method: Method | None = None
-        self._kind: Literal["vllm", "sglang"] | None = None
-        self._repeats_itself: bool | None = None
         self._token: str | None = None
         if key is not None:
             if key not in os.environ:
@@ -124,29 +123,24 @@ class Server:
             )
         return found
 
-    @property
+    @cached_property
     @_readable
     def kind(self) -> Literal["vllm", "sglang"]:
         """The server of which this is one, by the owner that it gives its models."""
-        if self._kind is None:
-            models = _tables(self._ask("v1/models"), "data")
-            owners = {str(model.get("owned_by")) for model in models}
-            self._kind = "sglang" if "sglang" in owners else "vllm"
-        return self._kind
+        models = _tables(self._ask("v1/models"), "data")
+        return "sglang" if "sglang" in {str(model.get("owned_by")) for model in models} else "vllm"
 
-    @property
+    @cached_property
     @_readable
     def repeats_itself(self) -> bool:
         """Whether all completions of one request are the same, so that each must be a request with
         a seed of its own: SGLang with --enable-deterministic-inference draws by seed and position.
         True for an SGLang that does not say."""
-        if self._repeats_itself is None:
-            self._repeats_itself = self.kind == "sglang"
-            if self._repeats_itself:
-                with contextlib.suppress(_RefusedError):
-                    found = self._ask("server_info").get("enable_deterministic_inference")
-                    self._repeats_itself = found is not False
-        return self._repeats_itself
+        if self.kind == "sglang":
+            with contextlib.suppress(_RefusedError):
+                found = self._ask("server_info").get("enable_deterministic_inference")
+                return found is not False
+        return self.kind == "sglang"
 
     def load_adapter(self, base: str, name: str, directory: Path) -> str:
         """Makes the server read an adapter under this name. Returns the name of the model with it.

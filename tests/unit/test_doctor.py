@@ -16,10 +16,9 @@ from infinity.config import SwapConfig
 from infinity.config.machine import HostMemory, cpu_quota, read_field, read_int
 from infinity.sizes import GIB, KIB, MIB
 from infinity.storage.probe import Refusal
-from infinity.tools.doctor import accelerator, drives, machine, paths
+from infinity.tools.doctor import Finding, accelerator, drives, machine, paths, worst
 from infinity.tools.doctor.accelerator import Gpu, Link
 from infinity.tools.doctor.drives import Drive, Health
-from infinity.tools.doctor.finding import Finding, worst
 from infinity.tools.doctor.paths import DirectTrial, Mount
 from tests.support.commands import imported_by, run_command
 from tests.support.forked import run_script

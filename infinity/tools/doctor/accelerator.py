@@ -14,7 +14,7 @@ from infinity.config.machine import pci_address, read_int, read_text
 from infinity.errors import UnsupportedError
 from infinity.namesake import other_distributions, other_places
 from infinity.sizes import format_nbytes
-from infinity.tools.doctor.finding import Finding
+from infinity.tools.doctor import Finding
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from infinity.config.machine import read_int, read_text
 from infinity.sizes import format_nbytes
-from infinity.tools.doctor.finding import Finding
+from infinity.tools.doctor import Finding
 
 _VIRTUAL = ("vd", "xvd")  # virtio and Xen, by the names of their block devices
 

@@ -23,7 +23,7 @@ from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, MIB, format_nbytes
 from infinity.storage.arena import Arena, can_share
 from infinity.storage.probe import Refusal, find_uring_refusal, probe_uring
-from infinity.tools.doctor.finding import Finding
+from infinity.tools.doctor import Finding
 
 # -- The kernel, and what allows or forbids io_uring -----------------------------------------------
 

@@ -18,8 +18,8 @@ from infinity.config.machine import read_text
 from infinity.config.schema.tiers import NvmeTier
 from infinity.sizes import PAGE_NBYTES, format_nbytes
 from infinity.storage.probe import crc32c_kernels, direct_alignment
+from infinity.tools.doctor import Finding
 from infinity.tools.doctor.drives import check_drive, examine_wear, find_drive
-from infinity.tools.doctor.finding import Finding
 
 
 @dataclass(frozen=True, slots=True)

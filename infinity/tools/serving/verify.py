@@ -100,12 +100,12 @@ def judge(sheet: Sheet, served: Served, base: Served | None = None) -> Verdict:
     base: those that the server gives for the base alone: their distance from the sheet's is the
         noise between the two computations. Without it a tenth of the adapter's effect is noise
     """
-    every = _Compared(sheet, served)
-    effect, deviation = _rms(every.of(sheet.adapter) - every.of(sheet.base)), every.deviation
-    noise = _NOISE * effect
+    values, of = _compared(served)
+    effect = _rms(of(sheet.adapter) - of(sheet.base))
+    deviation, noise = _rms(values - of(sheet.adapter)), _NOISE * effect
     if base is not None:
-        alone = _Compared(sheet, base)
-        noise = 3 * _rms(alone.values - alone.of(sheet.base))
+        alone, of_alone = _compared(base)
+        noise = 3 * _rms(alone - of_alone(sheet.base))
     states = _states(sheet, served)
     hidden = [
         fault.group
@@ -115,7 +115,7 @@ def judge(sheet: Sheet, served: Served, base: Served | None = None) -> Verdict:
     ]
     outcome, sentence = _outcome(states, effect, deviation, noise)
     return Verdict(
-        outcome, sentence, effect, deviation, noise, every.values.size, states[:_SHOWN], hidden
+        outcome, sentence, effect, deviation, noise, values.size, states[:_SHOWN], hidden
     )
 
 
@@ -162,19 +162,19 @@ def _outcome(
 def _states(sheet: Sheet, served: Served) -> list[State]:
     """Returns all states by their distance. All are compared on the prompts of the faults."""
     count = len(sheet.faults[0].log_probs) if sheet.faults else len(sheet.prompts)
-    few = _Compared(sheet, served[:count])
-    adapter, base = few.of(sheet.adapter), few.of(sheet.base)
-    states = [State(ALL, "as trained", _rms(few.values - adapter))]
-    known = {(fault.group, fault.fault): few.of(fault.log_probs) for fault in sheet.faults}
-    known[ALL, MISSING] = base
+    few, of = _compared(served[:count])
+    adapter = of(sheet.adapter)
+    states = [State(ALL, "as trained", _rms(few - adapter))]
+    known = {(fault.group, fault.fault): of(fault.log_probs) for fault in sheet.faults}
+    known[ALL, MISSING] = of(sheet.base)
     for (group, fault), values in known.items():
         if fault == DOUBLED:
             at = np.stack([known[group, MISSING], known[group, HALVED], adapter, values])
-            scale, distance = _fitted(few.values, at)
+            scale, distance = _fitted(few, at)
             if abs(scale - 1) > _SAME_SCALE and abs(scale) > _SAME_SCALE:
                 states.append(State(group, f"scaled by {scale:.2g}", distance, scale))
         elif fault != HALVED:
-            states.append(State(group, fault, _rms(few.values - values)))
+            states.append(State(group, fault, _rms(few - values)))
     return sorted(states, key=lambda state: state.distance)
 
 
@@ -190,22 +190,15 @@ def _fitted(served: Numbers, known: Numbers) -> tuple[float, float]:
     return best, left(best)
 
 
-class _Compared:
-    """The tokens of which a server gave log-probabilities, of the first prompts of a sheet."""
-
-    def __init__(self, sheet: Sheet, served: Served) -> None:
-        flat = [value for row in served for value in row]
-        self._kept = np.array([value is not None for value in flat])
-        if not self._kept.any():
-            raise ConfigError("the server gave no log-probability of any token of the sheet")
-        self._rows = len(served)
-        self.values: Numbers = np.array([value for value in flat if value is not None])
-        self.deviation = _rms(self.values - self.of(sheet.adapter))
-
-    def of(self, log_probs: LogProbs) -> Numbers:
-        """Returns the sheet's numbers for these tokens."""
-        kept: Numbers = _flat(log_probs[: self._rows])[self._kept]
-        return kept
+def _compared(served: Served) -> tuple[Numbers, Callable[[LogProbs], Numbers]]:
+    """Returns the log-probabilities that a server gave, and the function to the sheet's numbers for
+    the same tokens: of the first prompts of the sheet, those of which the server gave one."""
+    flat = [value for row in served for value in row]
+    is_kept = np.array([value is not None for value in flat])
+    if not is_kept.any():
+        raise ConfigError("the server gave no log-probability of any token of the sheet")
+    values: Numbers = np.array([value for value in flat if value is not None])
+    return values, lambda log_probs: _flat(log_probs[: len(served)])[is_kept]
 
 
 def _rms(values: Numbers) -> float:
