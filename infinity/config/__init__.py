@@ -2,9 +2,8 @@
 
 from infinity.config.problems import InvalidConfigError, Problem
 from infinity.config.schema import SCHEMA
-from infinity.config.schema.engine import Io, Precision, Schedule
+from infinity.config.schema.engine import Io, Optimizer, Precision, Schedule
 from infinity.config.schema.inputs import PYTHON_STDLIB, AdapterConfig, Data, DataSource, Model
-from infinity.config.schema.optimizer import Optimizer
 from infinity.config.schema.tiers import DeviceTier, HostTier, NvmeTier, Placement, TierName, Tiers
 from infinity.config.schema.train import Checkpoint, Output, Sample, Train
 from infinity.config.source import ConfigSource

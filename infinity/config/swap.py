@@ -23,9 +23,15 @@ from pydantic import (
 
 from infinity.config import deepspeed, problems
 from infinity.config.schema import SCHEMA, Section, changed, defaults
-from infinity.config.schema.engine import Distributed, Io, IoEngineName, Precision, Schedule
+from infinity.config.schema.engine import (
+    Distributed,
+    Io,
+    IoEngineName,
+    Optimizer,
+    Precision,
+    Schedule,
+)
 from infinity.config.schema.inputs import AdapterConfig, Data, Model
-from infinity.config.schema.optimizer import Optimizer
 from infinity.config.schema.tiers import Placement, Tiers
 from infinity.config.schema.train import Checkpoint, Output, Train
 from infinity.config.source import ConfigSource, read_source

@@ -27,8 +27,7 @@ from functools import cache
 import torch
 
 from infinity.codecs.on_device import WeightPlace
-from infinity.config.schema.engine import Precision
-from infinity.config.schema.optimizer import Optimizer
+from infinity.config.schema.engine import Optimizer, Precision
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.sizes import PAGE_NBYTES, align_down, align_up

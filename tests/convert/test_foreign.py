@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from infinity.checkpoint import weight_source
 from infinity.codecs.detect import scheme_of
 from infinity.errors import ConfigError, CorruptionError
-from infinity.tools.convert.foreign import plan_pickled, plan_scaled, plan_torchao
+from infinity.tools.convert.foreign import plan_foreign
 from infinity.tools.convert.rewrite import write_directory
 from tests.convert import torchao_tensors
 from tests.support.commands import run_command
@@ -55,7 +55,7 @@ def directory(path: Path, *, shards: int = 1) -> Path:
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_every_tensor_keeps_its_bits(shards: int, tmp_path: Path) -> None:
-    write_directory(plan_pickled(directory(tmp_path / "base", shards=shards)), tmp_path / "out")
+    write_directory(plan_foreign(directory(tmp_path / "base", shards=shards)), tmp_path / "out")
     found: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "out").glob("model*.safetensors"):
         found |= load_file(file)
@@ -84,43 +84,43 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
 
     torch.save({"weight": Runs()}, base / "pytorch_model.bin")
     with pytest.raises(CorruptionError, match=r"pytorch_model\.bin.*tensors alone"):
-        plan_pickled(base)
+        plan_foreign(base)
     assert not (tmp_path / "ran").exists()
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither pytorch_model\.bin nor .*; safetensors"):
-        plan_pickled(tmp_path)
+        plan_foreign(tmp_path)
     base = directory(tmp_path / "base", shards=2)
     (base / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(ConfigError, match="pytorch_model-00002-of-00002"):
-        plan_pickled(base)
+        plan_foreign(base)
 
 
 def test_the_index_says_which_shard_has_a_tensor(tmp_path: Path) -> None:
     base = directory(tmp_path / "base", shards=2)
     first, second = (base / f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
     torch.save({**torch.load(second), "turned": torch.zeros(1)}, second)
-    write_directory(plan_pickled(base), tmp_path / "out")
+    write_directory(plan_foreign(base), tmp_path / "out")
     found = [load_file(file) for file in sorted((tmp_path / "out").glob("*.safetensors"))]
     assert torch.equal(found[0]["turned"], tensors()["turned"]) and "turned" not in found[1]
     torch.save({}, first)
     with pytest.raises(CorruptionError, match=r"00001-of-00002.bin.*lacks 'embedding.weight'"):
-        plan_pickled(base)
+        plan_foreign(base)
 
 
 def test_other_content_than_tensors_is_named(tmp_path: Path) -> None:
     base = directory(tmp_path / "base")
     torch.save({"step": 3}, base / "pytorch_model.bin")
     with pytest.raises(CorruptionError, match="'step' is no tensor but a int"):
-        plan_pickled(base)
+        plan_foreign(base)
 
 
 def test_tensors_of_torchao_become_the_numbers_that_torchao_computes(tmp_path: Path) -> None:
     """Also where the parts of one lie in several files."""
     torchao_tensors.write_config(tmp_path / "base")
     with pytest.raises(ConfigError, match="which decodes them: pip install torchao"):
-        plan_torchao(tmp_path / "base")
+        plan_foreign(tmp_path / "base")
     with pytest.raises(ConfigError, match="quant_method='torchao'.* infinity convert DIR"):
         scheme_of({"quant_method": "torchao"}, "here")
     code = [sys.executable, "-m", torchao_tensors.__name__, str(tmp_path)]
@@ -135,14 +135,14 @@ def test_broken_metadata_of_torchao_is_an_error_of_its_file(
     monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(__spec__=object()))
     torchao_tensors.write_config(tmp_path)
     with pytest.raises(ConfigError, match="has pickled tensors of torchao"):
-        plan_torchao(tmp_path)
+        plan_foreign(tmp_path)
     told = {"tensor_names": '["a.weight"]', "a.weight": "{"}
     save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata=told)
     with pytest.raises(
         ConfigError,
         match=r"model.safetensors: torchao's metadata cannot be read: Expecting property",
     ):
-        plan_torchao(tmp_path)
+        plan_foreign(tmp_path)
 
 
 def test_weights_whose_inputs_modelopt_scales_are_scaled_themselves(tmp_path: Path) -> None:
@@ -168,4 +168,4 @@ def test_weights_whose_inputs_modelopt_scales_are_scaled_themselves(tmp_path: Pa
 
     save_file({f"{name}.pre_quant_scale": scale[1:].clone()}, base / "scales.safetensors")
     with pytest.raises(ConfigError, match=r"has the shape \(\d+,\), and"):
-        plan_scaled(base)
+        plan_foreign(base)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from infinity.checkpoint import weight_source
 from infinity.errors import ConfigError
 from infinity.tools.cli import app
-from infinity.tools.convert.experts import plan_apart
+from infinity.tools.convert.foreign import plan_foreign
 from tests.train.test_text_of_images import saved
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -102,4 +102,4 @@ def test_packed_experts_of_another_shape_are_refused(
     tensors = {name: torch.zeros(codes).to(torch.float8_e4m3fn)}
     save_file(tensors | {f"{name}_weight_scale": torch.ones(scale)}, tmp_path / "m.safetensors")
     with pytest.raises(ConfigError, match=r"has the shape \(.*expected what modelopt packs"):
-        plan_apart(tmp_path)
+        plan_foreign(tmp_path)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from infinity.simulate.clock import Operation, Timeline, simulate
 from infinity.tools.cli import app
-from infinity.tools.plan.idle import EARLIER, idle_by_cause
+from infinity.tools.plan.report import EARLIER, idle_by_cause
 
 RUNNER = CliRunner()
 

@@ -16,10 +16,9 @@ from infinity.config import SwapConfig
 from infinity.config.machine import HostMemory, cpu_quota, read_field, read_int
 from infinity.sizes import GIB, KIB, MIB
 from infinity.storage.probe import Refusal
-from infinity.tools.doctor import Finding, accelerator, drives, machine, paths, worst
+from infinity.tools.doctor import Finding, accelerator, machine, paths, worst
 from infinity.tools.doctor.accelerator import Gpu, Link
-from infinity.tools.doctor.drives import Drive, Health
-from infinity.tools.doctor.paths import DirectTrial, Mount
+from infinity.tools.doctor.paths import DirectTrial, Drive, Health, Mount
 from tests.support.commands import imported_by, run_command
 from tests.support.forked import run_script
 
@@ -93,7 +92,7 @@ FAST = Drive("nvme0n1", "Fast", False, "none", 512 * KIB, 1)
 MADVISE = "always [madvise] never"
 READS = uring.Probe(0, opcodes=frozenset({"READ", "WRITE"}), max_num_entries=32768)
 release, direct = accelerator.check_release, paths.check_direct
-cuda, drive = accelerator.check_cuda, drives.check_drive
+cuda, drive = accelerator.check_cuda, paths.check_drive
 
 # (finding, status, words of its line)
 JUDGED: list[tuple[Finding, str, tuple[str, ...]]] = [
@@ -253,15 +252,15 @@ def test_drive_is_found_from_its_partition_and_below_a_mapper(root: Path) -> Non
     (mapper / "slaves" / "nvme0n1p1").symlink_to(part)
     expected = Drive("nvme0n1", "Fast 1T", False, "none", 512 * KIB, 1)
     for number in ((259, 0), (259, 1), (253, 0)):
-        assert drives.find_drive(root, os.makedev(*number)) == expected
-    assert disk.is_dir() and drives.find_drive(root, os.makedev(8, 0)) is None
+        assert paths.find_drive(root, os.makedev(*number)) == expected
+    assert disk.is_dir() and paths.find_drive(root, os.makedev(8, 0)) is None
 
 
 def test_drive_with_few_facts_is_reported(root: Path) -> None:
     make_block(root, "sda", "8:0", queue__rotational="1", device__device__numa_node="-1")
-    drive = drives.find_drive(root, os.makedev(8, 0))
+    drive = paths.find_drive(root, os.makedev(8, 0))
     assert drive == Drive("sda", "", True, "", 0, None)
-    expect(drives.check_drive("/p", drive), "degraded", "sda", "spinning")
+    expect(paths.check_drive("/p", drive), "degraded", "sda", "spinning")
 
 
 def make_log(*, warning: int = 0, spare: int = 100, used: int = 3, units: int = 2_000_000) -> bytes:
@@ -273,21 +272,21 @@ def make_log(*, warning: int = 0, spare: int = 100, used: int = 3, units: int = 
 
 def test_wear_from_the_drive_s_log() -> None:
     """Byte positions: NVM Express Base Specification 2.0, figure "SMART / Health Information"."""
-    health = drives.parse_health(make_log())
+    health = paths.parse_health(make_log())
     assert health == Health(0, 100, 3, 2_000_000 * 512_000)
-    expect(drives.check_wear("/p", health, 0), "ok", "3 %", "953.7 GiB")
-    worn = drives.parse_health(make_log(used=97))
-    expect(drives.check_wear("/p", worn, 0), "degraded", "97 %", "another drive")
-    warned = drives.parse_health(make_log(warning=4, spare=2))
-    expect(drives.check_wear("/p", warned, 0), "degraded", "0x04", "2 % spare")
+    expect(paths.check_wear("/p", health, 0), "ok", "3 %", "953.7 GiB")
+    worn = paths.parse_health(make_log(used=97))
+    expect(paths.check_wear("/p", worn, 0), "degraded", "97 %", "another drive")
+    warned = paths.parse_health(make_log(warning=4, spare=2))
+    expect(paths.check_wear("/p", warned, 0), "degraded", "0x04", "2 % spare")
     with pytest.raises(OSError, match="no health log"):
-        drives.parse_health(bytes(512))
+        paths.parse_health(bytes(512))
 
 
 def test_wear_that_cannot_be_read_is_reported_with_the_cause() -> None:
-    expect(drives.examine_wear("/p", "sda"), "ok", "no NVMe drive")
-    expect(drives.check_wear("/p", None, errno.EACCES), "degraded", "denied", "root")
-    expect(drives.examine_wear("/p", "nvme977n1"), "degraded", "No such file")
+    expect(paths.examine_wear("/p", "sda"), "ok", "no NVMe drive")
+    expect(paths.check_wear("/p", None, errno.EACCES), "degraded", "denied", "root")
+    expect(paths.examine_wear("/p", "nvme977n1"), "degraded", "No such file")
 
 
 def test_cores(root: Path) -> None:

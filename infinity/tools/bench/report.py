@@ -32,8 +32,7 @@ from infinity.tools.bench.measure import (
     summarize,
     verdict,
 )
-from infinity.tools.doctor.drives import find_block
-from infinity.tools.doctor.paths import find_mount
+from infinity.tools.doctor.paths import find_block, find_mount
 
 FORMAT = 1
 

@@ -94,12 +94,10 @@ def convert(
         plan = plan_gguf(source, lambda line: typer.echo(line, err=True))
     else:
         from infinity.config.paths import refuse_no_directory
-        from infinity.tools.convert.experts import plan_apart
-        from infinity.tools.convert.foreign import plan_pickled, plan_scaled, plan_torchao
+        from infinity.tools.convert.foreign import plan_foreign
 
         refuse_no_directory(source)
-        found = plan_torchao(source) or plan_apart(source) or plan_scaled(source)
-        plan = found or plan_pickled(source)
+        plan = plan_foreign(source)
     _write(plan, out)
 
 

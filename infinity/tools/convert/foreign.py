@@ -1,13 +1,15 @@
-"""A directory of plain safetensors made of what no codec reads in place: pickled shards
-(`pytorch_model.bin`, or those of an index), tensors of torchao, and layers whose inputs modelopt
-scales.
+"""A directory of safetensors made of what no codec reads in place: pickled shards
+(`pytorch_model.bin`, or those of an index), tensors of torchao, experts of Llama 4 that modelopt
+has packed into one tensor, and layers whose inputs modelopt scales.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
@@ -26,6 +28,44 @@ from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor, as_numb
 _SINGLE = "pytorch_model.bin"
 _INDEX = "pytorch_model.bin.index.json"
 _INPUT_SCALE = ".pre_quant_scale"
+
+Readers = Mapping[str, SafetensorsReader]  # Of a directory's files, by the names of their tensors.
+Planned = tuple[str, str, PlannedTensor]  # The file of the result, the logical name, the outcome.
+
+
+def plan_foreign(directory: Path) -> DirectoryPlan:
+    """Plans the same tensors in a form that is read in place, from headers. One tensor is in memory
+    at a time.
+
+    Raises ConfigError and CorruptionError for a directory that has none of the forms above, or one
+    of them in part.
+    """
+    config = read_config(directory)
+    is_torchao = (config.get("quantization_config") or {}).get("quant_method") == "torchao"
+    if is_torchao:
+        _refuse_torchao(directory)
+    with ExitStack() as stack:
+        files = sorted(directory.glob("*.safetensors"))
+        readers = {file: stack.enter_context(SafetensorsReader(file)) for file in files}
+        stored = {name: reader for reader in readers.values() for name in reader.tensors}
+        if is_torchao:
+            tensors = _torchao_tensors(directory, readers, stored)
+            config = without_quantisation(config)
+        elif packed := _packed_in(stored, directory, config.get("model_type")):
+            tensors = _apart(directory, readers, stored, packed)
+        elif factors := {name for name in stored if name.endswith(_INPUT_SCALE)}:
+            return _plan_scaled(directory, config, factors)
+        else:
+            return _plan_pickled(directory, config)
+        nbytes = sum(reader.tensors[name].nbytes for name, reader in stored.items())
+        plan = DirectoryPlan(directory, nbytes, config)
+        for shard, name, outcome in tensors:
+            plan.add(shard, name, outcome)
+        plan.close = stack.pop_all().close
+    return plan
+
+
+# -- Pickled shards --------------------------------------------------------------------------------
 
 
 def _shards_of(directory: Path) -> dict[str, Mapping[str, torch.Tensor]]:
@@ -65,7 +105,7 @@ def _tensors_of(file: Path) -> Mapping[str, torch.Tensor]:
     return content
 
 
-def plan_pickled(directory: Path) -> DirectoryPlan:
+def _plan_pickled(directory: Path, config: dict[str, Any]) -> DirectoryPlan:
     """Plans the same tensors as safetensors, shard by shard. The shards are mapped into memory, and
     only tensors are unpickled.
 
@@ -74,7 +114,7 @@ def plan_pickled(directory: Path) -> DirectoryPlan:
     """
     shards = _shards_of(directory)
     nbytes = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors.values())
-    plan = DirectoryPlan(directory, nbytes, read_config(directory))
+    plan = DirectoryPlan(directory, nbytes, config)
     for file, tensors in shards.items():
         shard = file.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
         for name, tensor in tensors.items():
@@ -90,47 +130,30 @@ def _plain(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 # -- torchao ---------------------------------------------------------------------------------------
 
 
-def plan_torchao(directory: Path) -> DirectoryPlan | None:
-    """Plans the numbers of torchao's tensors, which torchao computes, in the dtype that each names;
-    None for a directory without them. One tensor is in memory at a time.
-
-    The metadata of a file name its tensors, and the class and the stored parts of each. Source:
-    torchao `prototype/safetensors/safetensors_support.py`.
-
-    Raises ConfigError without torchao, for pickled tensors and for a class that it does not store;
-    CorruptionError for a part that is missing.
-    """
-    config = read_config(directory)
-    if (config.get("quantization_config") or {}).get("quant_method") != "torchao":
-        return None
+def _refuse_torchao(directory: Path) -> None:
+    """Raises ConfigError without torchao, and for pickled tensors of it."""
     if find_spec("torchao") is None:
         raise ConfigError(
             f"{directory} has tensors of torchao, which decodes them: pip install torchao"
         )
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
+    if not any(directory.glob("*.safetensors")):
         raise ConfigError(
             f"{directory} has pickled tensors of torchao, whose classes change with its releases; "
             "expected *.safetensors. Save it again by transformers' save_pretrained, or use the "
             "bfloat16 model"
         )
-    with ExitStack() as stack:
-        readers = [stack.enter_context(SafetensorsReader(file)) for file in files]
-        stored = {name: reader for reader in readers for name in reader.tensors}
-        nbytes = sum(reader.tensors[name].nbytes for name, reader in stored.items())
-        plan = DirectoryPlan(directory, nbytes, without_quantisation(config))
-        for file, reader in zip(files, readers, strict=True):
-            with refusing(f"{file}: torchao's metadata cannot be read", Exception):
-                for name, outcome in _torchao_tensors(directory, reader.metadata, stored):
-                    plan.add(file.name, name, outcome)
-        plan.close = stack.pop_all().close
-    return plan
 
 
 def _torchao_tensors(
-    directory: Path, metadata: Mapping[str, str], stored: Mapping[str, SafetensorsReader]
-) -> Iterator[tuple[str, PlannedTensor]]:
-    """Yields the tensors that the metadata of a file names, by name."""
+    directory: Path, readers: Mapping[Path, SafetensorsReader], stored: Readers
+) -> Iterator[Planned]:
+    """Yields the numbers of torchao's tensors, which torchao computes, in the dtype that each
+    names.
+
+    The metadata of a file name its tensors, and the class and the stored parts of each. Source:
+    torchao `prototype/safetensors/safetensors_support.py`. Raises ConfigError for a class that it
+    does not store, and for a part that is missing.
+    """
 
     def tensor(parts: Sequence[str], told: Mapping[str, str], *, is_read: bool) -> Any:
         from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
@@ -144,17 +167,109 @@ def _torchao_tensors(
         (found,) = unflatten_tensor_state_dict(values, told)[0].values()
         return found.dequantize() if is_read else found
 
-    for name in json.loads(metadata["tensor_names"]):
+    def planned(name: str, metadata: Mapping[str, str]) -> PlannedTensor:
         table = json.loads(metadata[name])
         if table["_type"] == "Tensor":
-            yield name, copied(directory, [stored[name].tensors[name]], stored[name].read)
-            continue
+            return copied(directory, [stored[name].tensors[name]], stored[name].read)
         module, _, leaf = name.rpartition(".")
         parts = [f"{module}._{leaf}_{part}" for part in table["_tensor_data_names"]]
         told = {name: metadata[name], "tensor_names": json.dumps([name])}
         shown = tensor(parts, told, is_read=False)
         make = partial(tensor, parts, told, is_read=True)
-        yield name, as_numbers(name, tuple(shown.shape), shown.dtype, make)
+        return as_numbers(name, tuple(shown.shape), shown.dtype, make)
+
+    for file, reader in readers.items():
+        with refusing(f"{file}: torchao's metadata cannot be read", Exception):
+            for name in json.loads(reader.metadata["tensor_names"]):
+                yield file.name, name, planned(name, reader.metadata)
+
+
+# -- Experts of Llama 4 that modelopt has packed into one tensor -----------------------------------
+#
+# modelopt quantises the transposed weight, and stores what it gets transposed back: FP8 codes as
+# (experts, in, out), pairs of FP4 codes as (experts, in / 2, out) and their scales as
+# (experts, in / 16, out). Transposed again, they are the codes and scales of the experts' own
+# matrices, of which the class of transformers computes with the transpose. Source: modelopt
+# `torch/export/unified_export_hf.py`, `_export_quantized_weight`.
+
+
+_SCALE = "_weight_scale"
+_PACKED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_(weight_scale(_2)?|input_scale))?")
+_TYPES = ("llama4", "llama4_text")
+
+
+def _packed_in(stored: Readers, directory: Path, kind: str | None) -> set[str]:
+    """Returns the names of packed experts. Raises ConfigError for those of a `kind` of model that
+    is not Llama 4."""
+    scaled = {name.removesuffix(_SCALE) for name in stored if name.endswith(_SCALE)}
+    packed = {name for name in scaled & stored.keys() if _PACKED.fullmatch(name)}
+    if packed and kind not in _TYPES:
+        raise ConfigError(
+            f"{directory}: the packed experts of {kind!r} have no known order of gate and up; "
+            f"expected one of {', '.join(_TYPES)}"
+        )
+    return packed
+
+
+def _apart(
+    directory: Path, readers: Mapping[Path, SafetensorsReader], stored: Readers, packed: set[str]
+) -> Iterator[Planned]:
+    """Yields the same codes and scales with matrices for each expert."""
+    for file, reader in readers.items():
+        for name, info in reader.tensors.items():
+            found = _PACKED.fullmatch(name)
+            if name in packed:
+                if len(info.shape) != 3 or 0 in info.shape:
+                    raise _misfit(name, info)
+                for number in range(info.shape[0]):
+                    yield file.name, name, _expert(name, number, stored)
+            elif found is None or f"{found[1]}{found[2]}" not in packed:
+                yield file.name, name, copied(directory, [info], reader.read)
+
+
+def _expert(packed: str, number: int, stored: Readers) -> PlannedTensor:
+    """Returns the matrices of an expert, with all that the packed tensor has beside its codes."""
+    stem, kind = packed.rpartition(".experts.")[0], packed.rpartition(".")[2]
+    of_codes, parts = stored[packed].tensors[packed].shape, kind.removesuffix("_proj").split("_")
+    infos, made = list[TensorInfo](), dict[str, Callable[[], torch.Tensor]]()
+    for end in ("", _SCALE, f"{_SCALE}_2", "_input_scale"):
+        name = packed + end
+        if name not in stored:
+            continue
+        info = stored[name].tensors[name]
+        is_of_each = info.shape[:1] == of_codes[:1]  # A number of all has no dimension of experts.
+        shape = tuple(length for length in info.shape[is_of_each:] if length != 1)
+        has_columns = is_of_each and len(shape) < 3 and shape[-1:] == of_codes[-1:]
+        if shape and not (has_columns and shape[-1] % len(parts) == 0):
+            raise _misfit(name, info)
+        start = number * math.prod(shape) * is_of_each
+        for index, part in enumerate(parts):
+            own = shape and (shape[-1] // len(parts), *shape[-2:-1])
+            ended = f"{stem}.experts.{number}.{part}_proj{end.replace('_', '.', 1) or '.weight'}"
+            infos.append(TensorInfo(name=ended, dtype=info.dtype, shape=own))
+            part_of = index, len(parts)
+            made[ended] = partial(_read, stored[name], name, start, shape, part_of)
+    return PlannedTensor(tuple(infos), lambda: {name: make() for name, make in made.items()})
+
+
+def _misfit(name: str, info: TensorInfo) -> ConfigError:
+    return ConfigError(
+        f"{name!r} has the shape {info.shape}; expected what modelopt packs: codes (experts, in, "
+        "out), and scales of all, of each expert or of its columns"
+    )
+
+
+def _read(
+    reader: SafetensorsReader, name: str, start: int, shape: tuple[int, ...], part: tuple[int, int]
+) -> torch.Tensor:
+    """Returns the part (its number, how many) of what is stored for one expert, transposed."""
+    values = torch.empty(shape, dtype=reader.tensors[name].dtype)
+    reader.read_into(name, start, values)
+    if not shape:
+        return values
+    number, count = part
+    length = shape[-1] // count
+    return values.narrow(-1, number * length, length).movedim(-1, 0).contiguous()
 
 
 # -- Inputs that modelopt scales -------------------------------------------------------------------
@@ -168,21 +283,15 @@ class _Scaled(WeightSource):
         return {name: fact for name, fact in facts.items() if not name.endswith(_INPUT_SCALE)}
 
 
-def plan_scaled(directory: Path) -> DirectoryPlan | None:
+def _plan_scaled(directory: Path, config: dict[str, Any], factors: set[str]) -> DirectoryPlan:
     """Plans bfloat16 weights, of which the columns are multiplied by what modelopt multiplies the
-    inputs of their layer by; None for a directory without such factors.
+    inputs of their layer by: tensors of the names `factors`.
 
     The product W (s x) of modelopt is here (W s) x: W and s are multiplied in float32 and rounded
     once. Raises ConfigError for factors without a weight of as many columns, and as `WeightSource`.
     """
-    factors = set[str]()
-    for file in directory.glob("*.safetensors"):
-        with SafetensorsReader(file) as reader:
-            factors |= {name for name in reader.tensors if name.endswith(_INPUT_SCALE)}
-    if not factors:
-        return None
     source = _Scaled(directory)
-    plan = DirectoryPlan.of(source, without_quantisation(read_config(directory)))
+    plan = DirectoryPlan.of(source, without_quantisation(config))
     for name in source.names():
         shape, scale = source.shape(name), name.removesuffix(".weight") + _INPUT_SCALE
         outcome = plain(source, name)
