@@ -49,7 +49,8 @@ class Forecast:
     `hardware` is one node. With ranks, batch, bytes and seconds are those of one rank; tokens and
     FLOPs per second are of all ranks. For the answer to a user: `data_tokens` of data are passed
     once; `other` is the same run with the checkpoint on another number of drives, `of_data` that
-    with sequences as long as the data's.
+    with sequences as long as the data's. A step that generates makes a sweep `of_token` for each of
+    `num_generated` tokens at most, none if a server generates, and then one `of_scores`.
     """
 
     model: PlannedModel
@@ -72,6 +73,9 @@ class Forecast:
     data_tokens: int | None = None
     other: Forecast | None = None
     of_data: Forecast | None = None
+    of_token: Forecast | None = None
+    num_generated: int = 0
+    of_scores: Forecast | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -247,6 +251,8 @@ def _job(
         config, budgets, model.units, uses, batch, loads=loads,
         saved_on=tier, inputs_nbytes=inputs_nbytes,
     )  # fmt: skip
+    if not batch.has_backward:
+        job = replace(job, units=tuple(load.unchanged() for load in job.units))
     return replace(job, keeps_experts=True) if model.has_base_in_place else job
 
 

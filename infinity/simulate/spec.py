@@ -8,7 +8,7 @@ shared unit has a `ShardedLoad`, and every rate of a resource that ranks share i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.simulate.order import Use
 
@@ -130,6 +130,10 @@ class UnitLoad:
         """Whether an update reads or writes state that rests on a device."""
         tiers = {self.weights, *self.state_read_nbytes} if self.update_nbytes else ()
         return "device" in tiers
+
+    def unchanged(self) -> UnitLoad:
+        """Returns the load of a sweep that leaves the unit as it is."""
+        return replace(self, update_nbytes=0, sharded=replace(self.sharded, sent_nbytes=0))
 
     @property
     def sums(self) -> tuple[str, int]:

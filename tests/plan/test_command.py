@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
+import transformers
 from typer.testing import CliRunner
 
 from infinity.tools.cli import app
@@ -167,6 +169,41 @@ def test_a_step_over_short_records_is_planned_with_their_length(
     else:
         assert of_data["sequence_length"] == sum(lengths) // len(lengths)
         assert of_data["step_s"] < found["step_s"]
+
+
+@pytest.mark.parametrize("sampler", ["transformers", "http://localhost:1"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_what_generates_before_a_step_is_planned_apart(
+    sampler: str, beta: float, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Say it. "}) + "\n")
+    file = tmp_path / "run.toml"
+    text = CONFIG.format(swap=tmp_path, dtype="float32", accumulation=2, output=tmp_path / "out")
+    text = text.replace(__file__, str(tmp_path / "prompts.jsonl"))
+    grpo = (
+        'rewards = ["math:fsum"], num_generations = 2, max_completion_length = 4, '
+        f'beta = {beta}, sampler = "{sampler}"'
+    )
+    text = text.replace("train = {", f'train = {{method = "grpo", grpo = {{{grpo}}}, ')
+    text, keys = text.split("[model.config]")
+    hf_config = transformers.GPT2Config(**tomllib.loads(keys))
+    transformers.GPT2LMHeadModel(hf_config).save_pretrained(tmp_path)
+    text += f'[model]\npath = "{tmp_path}"\n'
+    is_served = sampler != "transformers"
+    file.write_text(text + "[adapter]\nrank = 2\n" * is_served)
+    said = plan(str(file), "--hardware", "rtx4090-desktop", *ONE_WAY)
+    found = json.loads(plan(str(file), "--hardware", "rtx4090-desktop", *ONE_WAY, "--json"))
+    generation, step_s = found["answer"]["generation"], found["step_s"]
+    if is_served:
+        assert generation["seconds"] is None and "time is not counted" in said
+    else:
+        assert 0 < generation["token_s"] < step_s / 2  # It neither updates nor goes back.
+        assert generation["seconds"] == 4 * generation["token_s"]
+        assert "generates up to 4 tokens" in said
+    if is_served or beta:
+        assert generation["score_s"] < step_s and "scores    what was generated" in said
+    else:
+        assert generation["score_s"] is None and "scores  " not in said
 
 
 def test_the_list_names_what_is_shipped() -> None:

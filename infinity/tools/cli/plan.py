@@ -229,6 +229,7 @@ def _predict(asked: PlanOptions) -> None:
         parse_count,
         planned_model,
         sweep_for,
+        with_generation,
     )
     from infinity.tools.training.model import sharing_budgets
 
@@ -259,6 +260,8 @@ def _predict(asked: PlanOptions) -> None:
             num_nodes=asked.nodes, shard_drives=drives,
         )  # fmt: skip
         of_data = None if own is None else forecast_again(found, config, model, batch=own)
+        if is_as_filed:
+            found = with_generation(config, model, found)
     other = on_other_drives(config, model, found)
     found = replace(found, data_tokens=data, of_data=of_data, other=other)
     advice = advise(config, model, found)

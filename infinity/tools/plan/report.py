@@ -100,6 +100,7 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         + (" of all ranks" if forecast.ranks else "")
         + f", {flops(forecast.flops_per_s)} of the model",
         *_short(forecast),
+        *_generated(forecast),
         f"binding   {_binding(forecast)}",
         *([f"updates   on the {place.place}: {place.why}"] if is_updated else []),
         *_helps(advice),
@@ -115,6 +116,37 @@ def _short(forecast: Forecast) -> list[str]:
         return []
     length, seconds = found.batch.sequence_length, duration(found.step.step_s)
     return [f"data      records of {length:,} tokens on average: {seconds} a step"]
+
+
+def _generated(forecast: Forecast) -> list[str]:
+    """Returns the lines of what is done before a step that learns what was generated."""
+    found = _generation(forecast)
+    if found is None:
+        return []
+    lines = ["generates on the server of train.grpo.sampler, whose time is not counted"]
+    if found["token_s"] is not None:
+        sweep, seconds = duration(found["token_s"]), duration(found["seconds"])
+        lines = [
+            f"generates up to {found['num_tokens']:,} tokens, each a sweep of {sweep}: at most "
+            f"{seconds} before a step; keys and values are not counted"
+        ]
+    if found["score_s"] is not None:
+        lines.append(f"scores    what was generated: {duration(found['score_s'])} before a step")
+    return lines
+
+
+def _generation(forecast: Forecast) -> dict[str, Any] | None:
+    token, scores, num_tokens = forecast.of_token, forecast.of_scores, forecast.num_generated
+    return (
+        {
+            "num_tokens": num_tokens,
+            "token_s": token and token.step.step_s,
+            "seconds": token and num_tokens * token.step.step_s,
+            "score_s": scores and scores.step.step_s,
+        }
+        if num_tokens
+        else None
+    )
 
 
 def _frozen(forecast: Forecast) -> list[str]:
@@ -289,7 +321,8 @@ _WORTH_SAYING = 1.05
 def answer(forecast: Forecast) -> dict[str, Any]:
     """Returns the answer in numbers. Bytes are of one step and all ranks, those of `data` of the
     whole pass. `obstacles` say by name what does not fit; `other_drives` has the step with the
-    checkpoint on another number of drives, `of_data` that with sequences as long as the data's."""
+    checkpoint on another number of drives, `of_data` that with sequences as long as the data's;
+    `generation` the most tokens of a completion and the seconds before a step, None of a server."""
     step, ranks, other = forecast.step, forecast.num_ranks, forecast.other
     of_data = forecast.of_data
     moved, drives = step.moved_nbytes, _drives(forecast)
@@ -315,6 +348,7 @@ def answer(forecast: Forecast) -> dict[str, Any]:
         "other_drives": other and {"drives": _drives(other), "step_s": other.step.step_s},
         "of_data": of_data
         and {"sequence_length": of_data.batch.sequence_length, "step_s": of_data.step.step_s},
+        "generation": _generation(forecast),
         "base_copy": _base_copy(forecast),
     }
 

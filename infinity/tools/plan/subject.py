@@ -8,6 +8,7 @@ from pathlib import Path
 
 from infinity.config import JobConfig, NvmeTier, SwapConfig
 from infinity.config.extras import require_transformers
+from infinity.config.paths import is_adapter
 from infinity.config.schema import changed
 from infinity.config.schema.train import METHODS, Purpose
 from infinity.errors import CapacityError, ConfigError
@@ -208,3 +209,24 @@ def on_other_drives(config: SwapConfig, model: PlannedModel, found: Forecast) ->
         return forecast_again(found, config, model, shard_drives=1 if is_spread else None)
     except CapacityError:
         return None
+
+
+def with_generation(config: SwapConfig, model: PlannedModel, found: Forecast) -> Forecast:
+    """Returns the forecast with the sweeps in which "grpo" and "rloo" generate before a step, with
+    the model that is trained, and score what was generated."""
+    options = None if config.train is None else config.train.grpo
+    if options is None:
+        return found
+    batch = replace(found.batch, has_backward=False)
+    rows = batch.tokens_per_step // batch.sequence_length
+    # One call generates all: no micro-batches pass block by block.
+    alone = changed(config, {"schedule.micro_batch": None})
+    token = Batch(rows, 1, has_backward=False)
+    path = options.reward_model
+    is_scored = options.is_served or options.beta > 0 or (path is not None and is_adapter(path))
+    return replace(
+        found,
+        num_generated=options.max_completion_length,
+        of_token=None if options.is_served else forecast_again(found, alone, model, batch=token),
+        of_scores=forecast_again(found, config, model, batch=batch) if is_scored else None,
+    )
