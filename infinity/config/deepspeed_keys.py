@@ -101,13 +101,6 @@ def _is_on(value: Any) -> bool:
     return value is True or value == 1
 
 
-def _is_off(value: Any) -> bool:
-    """Whether a value, or the `enabled` of a section, is neutral."""
-    if isinstance(value, Mapping):
-        return not value or not _is_on(value.get("enabled", True))
-    return value in (None, False, 0, "", "none") or value == []
-
-
 def _wrong(expected: str, value: Any) -> Outcome:
     return Outcome("refused", f"expected {expected}; got {show_value(value)}")
 
@@ -513,16 +506,16 @@ def _without(decision: Decision, table: Mapping[str, str]) -> Iterator[Rule]:
         section, _, names = places.rpartition(": ")
         for name in names.split():
             key = f"{section}.{name}".lstrip(".").removesuffix("*")
-            convert = _refuse_what_is_on if decision == "refused" else _leave_out
+            convert = _unless_off if decision == "refused" else lambda *_: {}
             yield Rule(key, decision, "", reason, convert, name.endswith("*"))
 
 
-def _leave_out(*_: Any) -> Found:
-    return {}
-
-
-def _refuse_what_is_on(value: Any, _: Facts) -> Found:
-    return _OFF if _is_off(value) or value == "mean" else {}
+def _unless_off(value: Any, _: Facts) -> Found:
+    """For a key that is refused, unless its value, or the `enabled` of a section, is neutral."""
+    is_off = value in (None, False, 0, "", "none", "mean", [])
+    if isinstance(value, Mapping):
+        is_off = not value or not _is_on(value.get("enabled", True))
+    return _OFF if is_off else {}
 
 
 RULES = (*_COUNTERPARTS, *_without("ignored", _IGNORED), *_without("refused", _REFUSED))

@@ -81,15 +81,10 @@ def _warn_of_untried(package: str, found: str) -> None:
     )  # fmt: skip
 
 
-def require_transformers(what: str) -> None:
-    """`require_release` of transformers."""
-    require_release("transformers", what)
-
-
 def require_training(*, has_adapter: bool) -> None:
     """Raises ConfigError, which names the extra, for a package that `infinity train` needs, PEFT
     for `[adapter]` alone, and that is not installed or too old."""
-    require_transformers("infinity train")
+    require_release("transformers", "infinity train")
     needed = ("accelerate", "datasets", *(("peft",) if has_adapter else ()), "trl")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:

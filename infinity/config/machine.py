@@ -180,20 +180,12 @@ def norm_threads(own: int) -> int:
     return max(1, min(own // 2, _MOST_NORM_THREADS))
 
 
-def _cores() -> tuple[int, int]:
-    """The cores of this process, and of the one that started it."""
-    own = usable_cores()
-    try:
-        parent = len(os.sched_getaffinity(os.getppid()))
-    except OSError:
-        parent = own
-    return own, max(own, parent)
-
-
 @functools.cache
 def threads_here(torch_threads: int) -> int:
     """`own_threads` of this process, as it was when the number was asked for first."""
-    cores, node_cores = _cores()
+    cores = node_cores = usable_cores()
+    with contextlib.suppress(OSError):
+        node_cores = max(cores, len(os.sched_getaffinity(os.getppid())))
     return own_threads(torch_threads, cores=cores, node_cores=node_cores, environment=os.environ)
 
 

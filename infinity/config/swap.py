@@ -433,13 +433,7 @@ def from_deepspeed(
     if the file has the number of steps. Raises ConfigError that names every key which is refused or
     unknown to DeepSpeed; with `skip_refused` these keys are left out.
     """
-    return from_table_of_deepspeed(*read_source(source), skip_refused=skip_refused)
-
-
-def from_table_of_deepspeed(
-    table: Mapping[str, Any], origin: ConfigSource, *, skip_refused: bool = False
-) -> SwapConfig:
-    """As `from_deepspeed`, of a file that was read."""
+    table, origin = read_source(source)
     found = deepspeed.translate(table)
     if not skip_refused:
         deepspeed.refuse_lost(found, origin)

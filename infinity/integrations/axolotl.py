@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from infinity.config import SwapConfig
-from infinity.config.extras import require_transformers
+from infinity.config.extras import require_release
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, refusing
 from infinity.integrations.hf import offload_once, prepare_trainer
@@ -60,7 +60,7 @@ class OffloadedRun:
         """Raises ConfigError for a swap-tier file that cannot be read, and for keys of axolotl that
         an offloaded model does not allow; UnsupportedError for a transformers that is too old.
         No weight is loaded before."""
-        require_transformers("axolotl with infinity")
+        require_release("transformers", "axolotl with infinity")
         _swap_config(cfg)
         faults = [f"{key}: {text}" for key, text in _CONFLICTS.items() if cfg.get(key)]
         if faults:

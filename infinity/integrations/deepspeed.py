@@ -41,9 +41,10 @@ from infinity.checkpoint.durable import replace_file
 from infinity.checkpoint.huggingface.export_weights import export_safetensors
 from infinity.checkpoint.run.load import load
 from infinity.config import SwapConfig
+from infinity.config.deepspeed import refuse_lost, translate
 from infinity.config.deepspeed_keys import Facts
 from infinity.config.source import read_source
-from infinity.config.swap import from_table_of_deepspeed
+from infinity.config.swap import configuration_of
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, UnsupportedError, reporting
 from infinity.integrations.hf import (
@@ -279,7 +280,9 @@ def initialize(
     if dist_init_required is not False:
         init_distributed()
     table, origin = read_source(source)
-    facts, swap = Facts(table), from_table_of_deepspeed(table, origin)
+    found = translate(table)
+    refuse_lost(found, origin)
+    facts, swap = Facts(table), configuration_of(found, origin)
     world = dist.get_world_size() if dist.is_initialized() else 1
     micro, accumulation = _sizes(facts, world)
     chosen = [p for p in model.parameters() if p.requires_grad]

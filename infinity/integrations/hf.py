@@ -41,7 +41,7 @@ from infinity.checkpoint.run.links import label_of, relabel
 from infinity.checkpoint.run.load import load
 from infinity.checkpoint.run.save import save
 from infinity.config import SwapConfig
-from infinity.config.extras import TRIED, require_release, require_transformers
+from infinity.config.extras import TRIED, require_release
 from infinity.config.schema import changed
 from infinity.engine.registry import AGAIN, engine_of, find_engine, owner_of
 from infinity.errors import ConfigError, UnsupportedError, reporting
@@ -107,7 +107,7 @@ def prepare_trainer(
     processes, all of them call `prepare_trainer`; the model is offloaded after they have joined.
     Raises ConfigError for arguments that conflict with an offloaded model, before anything changes.
     """
-    require_transformers("prepare_trainer")
+    require_release("transformers", "prepare_trainer")
     if any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__):
         require_release("trl", f"prepare_trainer of {type(trainer).__name__}")
     missing = [name for name in TRAINER_METHODS if not hasattr(trainer, name)]

@@ -31,7 +31,7 @@ from infinity.checkpoint.huggingface.weight_tensors import (
 )
 from infinity.codecs import Plain
 from infinity.codecs.detect import method_of, quantization_of, scheme_of
-from infinity.config.extras import require_transformers
+from infinity.config.extras import require_release
 from infinity.config.hub import model_name
 from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
@@ -93,7 +93,7 @@ def read_directory(
     where = str(directory / "config.json")
     refuse_no_model(directory)
     table = read_config(directory)
-    require_transformers("infinity plan of a directory")
+    require_release("transformers", "infinity plan of a directory")
     hf_config = config_of_directory(directory, trusts_code=trusts_code)
     name = f"{hf_config.get_text_config().model_type} in {model_name(directory)}"
     model = model_on_meta(

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 
 from infinity.config import AdapterConfig, SwapConfig
-from infinity.config.extras import require_transformers
+from infinity.config.extras import require_release
 from infinity.config.schema.train import Purpose
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import CLASS_NAME, config_of_table
@@ -85,7 +85,7 @@ def load_shape(name: str, purpose: Purpose = "generates text", num_labels: int =
             f"models {name}: expected [gpt] with layers and hidden, or [config] with model_type "
             "and other keys of a config.json; got neither"
         )
-    require_transformers(f"infinity plan of {name}")
+    require_release("transformers", f"infinity plan of {name}")
     hf_config = config_of_table(dict(file.config))
     return shape_of_config(
         hf_config, file.name, name, hub=file.hub, stored=file.stored, purpose=purpose,

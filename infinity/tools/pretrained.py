@@ -14,7 +14,7 @@ import torch
 from infinity.api import offload
 from infinity.checkpoint import weight_source
 from infinity.config import SwapConfig
-from infinity.config.extras import require_release, require_transformers
+from infinity.config.extras import require_release
 from infinity.config.hub import in_hub_cache, model_name, published_name
 from infinity.config.schema import changed
 from infinity.engine.registry import AGAIN, engine_of
@@ -63,7 +63,7 @@ def from_pretrained(
 
     Raises ConfigError, CapacityError, StorageError or UnsupportedError, and leaves no file behind.
     """
-    require_transformers("infinity.from_pretrained")
+    require_release("transformers", "infinity.from_pretrained")
     directory = in_hub_cache(Path(path).expanduser())
     refuse_options(model_options)
     dtype = model_options.pop("dtype", model_options.pop("torch_dtype", None))

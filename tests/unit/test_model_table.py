@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel
 
 from infinity.checkpoint import weight_source
 from infinity.config import Model
-from infinity.config.extras import TRIED, require_release, require_transformers
+from infinity.config.extras import TRIED, require_release
 from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import BEHIND_PADDING, positions_of
 from infinity.tools.training.model import plan_model
@@ -94,7 +94,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("infinity.config.extras.version", version)
     with pytest.raises(ConfigError, match=r"infinity train needs .*infinity-offload\[hf\]"):
-        require_transformers("infinity train")
+        require_release("transformers", "infinity train")
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_a_version_out_of_bounds_is_named(
 ) -> None:
     monkeypatch.setattr("infinity.config.extras.version", lambda name: found)
     if is_fit:
-        require_transformers("infinity train")
+        require_release("transformers", "infinity train")
         return
     with pytest.raises(ConfigError, match=f">=5.16,<6, got {found} .*no older.*pip install"):
-        require_transformers("infinity train")
+        require_release("transformers", "infinity train")
 
 
 @pytest.mark.parametrize("package", list(TRIED))

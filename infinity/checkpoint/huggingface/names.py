@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from infinity.config.extras import require_transformers
+from infinity.config.extras import require_release
 from infinity.errors import listed, refusing
 
 
@@ -85,7 +85,7 @@ def import_groups(
                 unused.append(name)
         return groups, unused
 
-    require_transformers("reading weights of a transformers model")
+    require_release("transformers", "reading weights of a transformers model")
     from infinity.private.transformers import (
         dot_natural_key,
         get_model_conversion_mapping,

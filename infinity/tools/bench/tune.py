@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from infinity.errors import StorageError
-from infinity.sizes import MIB, PAGE_NBYTES
+from infinity.sizes import MIB, write_size
 from infinity.storage.native_engine import RingFlags
 from infinity.storage.probe import grants_ring_flags
 from infinity.tools.bench.measure import (
@@ -305,14 +305,14 @@ def to_toml(choice: TunedSetting, paths: Sequence[str], remark: str) -> str:
         f"# {remark}",
         "",
         "[io]",
-        f'block_size = "{_size(choice.best.block_nbytes)}"',
+        f'block_size = "{write_size(choice.best.block_nbytes)}"',
         f"queue_depth = {choice.best.depth}",
     ]
     if choice.rings is not None:
         lines.append(f"rings = {choice.rings.num_rings}")
         lines.append(f'flags = "{choice.rings.flags}"')
     if len(paths) > 1:  # A stripe is one request: less would cut it, more would idle a drive.
-        lines.append(f'stripe = "{_size(choice.best.block_nbytes)}"')
+        lines.append(f'stripe = "{write_size(choice.best.block_nbytes)}"')
     for path, weight, bandwidth in zip(paths, choice.weights(), choice.paths, strict=True):
         lines += ["", "[[tiers.nvme]]", f"path = {json.dumps(path, ensure_ascii=False)}"]
         if len(paths) > 1:
@@ -322,8 +322,3 @@ def to_toml(choice: TunedSetting, paths: Sequence[str], remark: str) -> str:
             spread = f"{summary.low:.2f} - {summary.high:.2f} over {summary.count} rounds"
             lines.append(f"{kind}_gb_per_s = {summary.median:.2f}  # {spread}")
     return "\n".join(lines) + "\n"
-
-
-def _size(nbytes: int) -> str:
-    assert nbytes % PAGE_NBYTES == 0
-    return f"{nbytes // MIB}MiB"

@@ -95,11 +95,11 @@ def chat(
 
 
 def _open(directory: Path, config: Path | None) -> TextWriter:
-    from infinity.config.extras import require_release, require_transformers
+    from infinity.config.extras import require_release
     from infinity.config.paths import refuse_no_directory
 
     require_release("torch", "infinity")
-    require_transformers("infinity chat")
+    require_release("transformers", "infinity chat")
     refuse_no_directory(directory)
     from infinity.tools.chat import open_writer
 
@@ -146,10 +146,10 @@ def score(
     Every weight is read once for many texts. Each record is one row, written when its sweep is
     over. The same command goes on where a run was ended.
     """
-    from infinity.config.extras import require_transformers
+    from infinity.config.extras import require_release
     from infinity.tools.scoring import program
 
-    require_transformers("infinity score")
+    require_release("transformers", "infinity score")
     request = program.Request(
         model=model, data=tuple(data), output=output, adapter=adapter, config=config, dtype=dtype,
         top_k=top_k, layers=_numbers(layers), max_length=max_length, sweep_tokens=sweep_tokens,

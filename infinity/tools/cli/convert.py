@@ -37,10 +37,10 @@ def merge(
 
     One tensor is in memory at a time. Dense layers get the bits of PEFT's merge_and_unload.
     """
-    from infinity.config.extras import require_transformers
+    from infinity.config.extras import require_release
     from infinity.config.paths import refuse_absent_adapter, refuse_no_directory
 
-    require_transformers("infinity merge")
+    require_release("transformers", "infinity merge")
     refuse_no_directory(base)
     refuse_absent_adapter(adapter)
     from infinity.tools.training.merge import plan_merge
@@ -85,10 +85,10 @@ def convert(
     Codes stay as they are. GGUF's IQ1 to IQ3 and TQ, torchao's tensors, and the weights whose
     inputs modelopt scales become plain numbers. One tensor is in memory at a time.
     """
-    from infinity.config.extras import require_transformers
+    from infinity.config.extras import require_release
 
     if source.suffix == ".gguf":
-        require_transformers("infinity convert")
+        require_release("transformers", "infinity convert")
         from infinity.tools.convert.gguf import plan_gguf
 
         plan = plan_gguf(source, lambda line: typer.echo(line, err=True))

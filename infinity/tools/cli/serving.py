@@ -44,10 +44,10 @@ def export_adapter(
     The sheet has log-probabilities of 64 prompts, by this engine, with the adapter, without it, and
     with typical faults. `infinity verify-served` compares a server with it.
     """
-    from infinity.config.extras import require_transformers
+    from infinity.config.extras import require_release
     from infinity.config.paths import refuse_absent_adapter, refuse_no_directory
 
-    require_transformers("infinity export-adapter")
+    require_release("transformers", "infinity export-adapter")
     refuse_absent_adapter(adapter)
     target = out if out is not None else adapter.with_name(f"{adapter.resolve().name}-{server}")
     from infinity.tools.serving.export import write_passport

@@ -124,10 +124,10 @@ def replay(
     from rich.console import Console
 
     from infinity.config import SwapConfig
-    from infinity.config.extras import require_transformers
+    from infinity.config.extras import require_release
     from infinity.tools.training import replay as program
 
-    require_transformers("infinity replay")
+    require_release("transformers", "infinity replay")
     found = program.replay(
         run,
         step,
@@ -178,9 +178,9 @@ def run(
     if quiet:
         logging.getLogger("infinity").setLevel(logging.ERROR)
     from infinity.config import SwapConfig
-    from infinity.config.extras import require_release, require_transformers
+    from infinity.config.extras import require_release
 
-    require_transformers("infinity run")
+    require_release("transformers", "infinity run")
     require_release("torch", "infinity")
     loaded = None if config is None else SwapConfig.load(config)
     from infinity.tools.drop_in import DropIn

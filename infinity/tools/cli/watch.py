@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,6 @@ def watch(
     directory is mounted here. On a terminal the screen follows the run from before its first step
     until its results are written or Ctrl-C; elsewhere it is printed once.
     """
-    from contextlib import suppress
-
     from rich.console import Console
     from rich.live import Live
 
@@ -110,19 +109,16 @@ def numbers_of(lines: Sequence[Line], now_s: float, file: Path | None = None) ->
 def _end_of(file: Path, last: Line) -> dict[str, Any]:
     """Returns the end of a run from the summary beside its metrics; nothing while it runs, when
     there is none or that of a run before."""
-    from infinity.bounded import MalformedError, field, integer, read_json, table_of
     from infinity.config.paths import RUN_NAMES
+    from infinity.tools.training.report import read_summary
 
     place = file.with_name(RUN_NAMES[1])
-    try:
+    with suppress(OSError):
         # A mount may have times in whole seconds, as SFTP does.
-        if place.stat().st_mtime + 2.0 < last.get("ended_s", math.inf):
-            return {}
-        said = table_of(read_json(place), "it")
-        done = sum(integer(field(said, key), key) for key in ("resumed_at", "steps_done"))
-    except (OSError, MalformedError):
-        return {}
-    return {key: said[key] for key in _AT_THE_END if done == last["step"] and key in said}
+        if place.stat().st_mtime + 2.0 >= last.get("ended_s", math.inf):
+            done, said = read_summary(place)
+            return {key: said[key] for key in _AT_THE_END if done == last["step"] and key in said}
+    return {}
 
 
 def _has_ended(file: Path, last: Line, now_s: float) -> bool:

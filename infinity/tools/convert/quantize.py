@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,7 +101,8 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
         codec = None if dtype is None else codec_of(dtype)
         is_kept = bool(_KEPT.search(module)) or is_router(module)
         if codec is not None and not is_kept and _fits(codec, source.shape(name)):
-            plan.add(shard, name, as_codes(name, source.shape(name), codec, _reader(source, name)))
+            make = partial(source.read, name)
+            plan.add(shard, name, as_codes(name, source.shape(name), codec, make))
             num_quantised += 1
             codecs.add(type(source.encoded(name).codec))
             continue
@@ -120,7 +122,7 @@ def plain(source: WeightSource, name: str) -> PlannedTensor:
     encoded = source.encoded(name)
     if isinstance(encoded.codec, Plain):
         return unchanged(source, name)
-    return as_numbers(name, encoded.shape, encoded.dtype, _reader(source, name))
+    return as_numbers(name, encoded.shape, encoded.dtype, partial(source.read, name))
 
 
 def without_quantisation(config: dict[str, Any]) -> dict[str, Any]:
@@ -130,10 +132,6 @@ def without_quantisation(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in QUANTISATION_KEYS
     }
-
-
-def _reader(source: WeightSource, name: str) -> Callable[[], torch.Tensor]:
-    return lambda: source.read(name)
 
 
 def _dtype_of_matrix(source: WeightSource, name: str) -> torch.dtype | None:

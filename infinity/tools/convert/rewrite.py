@@ -203,7 +203,11 @@ def write_directory(plan: DirectoryPlan, out: Path, progress: Progress = lambda 
                 sync_file(partial / file.name)
             _write_json(partial / "config.json", plan.config)
             if set(plan.shards) != {SINGLE_NAME}:
-                _write_index(partial, plan)
+                pairs = [(shard, of) for shard in plan.shards for _, of in plan.shards[shard]]
+                weight_map = {info.name: shard for shard, of in pairs for info in of.infos}
+                metadata = {"total_size": plan.nbytes}
+                index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+                _write_json(partial / INDEX_NAME, index)
     finally:
         plan.close()
 
@@ -233,20 +237,6 @@ def _copy_other_files(source: Path, target: Path) -> None:
         if path.is_file() and not is_left_out:
             shutil.copyfile(path, target / path.name)
             sync_file(target / path.name)
-
-
-def _write_index(partial: Path, plan: DirectoryPlan) -> None:
-    weight_map = {
-        info.name: shard
-        for shard, rows in plan.shards.items()
-        for _, outcome in rows
-        for info in outcome.infos
-    }
-    content = {
-        "metadata": {"total_size": plan.nbytes},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    _write_json(partial / INDEX_NAME, content)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from infinity.config import JobConfig, NvmeTier, SwapConfig
-from infinity.config.extras import require_transformers
+from infinity.config.extras import require_release
 from infinity.config.paths import is_adapter
 from infinity.config.schema import changed
 from infinity.config.schema.train import METHODS, Purpose
@@ -76,7 +76,7 @@ def planned_model(
         shape = load_shape(name, *head) if name else scaled_gpt(parse_count(params or ""))
         return model_for(config, shape, is_frozen=is_scored), drives
     job = JobConfig.of(config)
-    require_transformers("infinity plan of a file's [model]")
+    require_release("transformers", "infinity plan of a file's [model]")
     return model_of_config(job), None
 
 

@@ -50,7 +50,6 @@ from infinity.tools.training.own_experts import (
     counts_of_experts,
     experts_nbytes,
     give_own_weights,
-    locate,
     names_in,
     save_experts,
 )
@@ -221,15 +220,6 @@ def _task_of(model: Any) -> str | None:
     if not hasattr(model, "get_output_embeddings"):
         return None
     return "FEATURE_EXTRACTION" if model.get_output_embeddings() is None else "CAUSAL_LM"
-
-
-def check_new_adapters(model: Any, adapters: Sequence[AdapterConfig]) -> None:
-    """Raises ConfigError as `attach_adapter` does for new adapters, without their memory. The model
-    is changed."""
-    for options in adapters:
-        locate(model, options.experts_full or ())
-    with torch.device("meta"):
-        with_new_adapters(model, adapters)
 
 
 def with_new_adapters(model: Any, adapters: Sequence[AdapterConfig]) -> Any:
@@ -494,18 +484,19 @@ def _saved_config(model: nn.Module, options: AdapterConfig) -> Any:
 def _refuse_more_than_factors(path: Path, config: Any) -> None:
     """Raises ConfigError for trained biases, because the base's own would be read over them, for
     repeated layers, and for a base that PEFT has changed. A merge changes matrices only."""
-    for what, key, plain in (
-        ("trained biases", "bias", "none"),
-        ("trained biases", "lora_bias", False),
-        ("replicated layers", "layer_replication", None),
-        ("values that PEFT took out of its base", "init_lora_weights", True),
+    of_base = "values that PEFT took out of its base"
+    for is_more, what, key, plain in (
+        (config.bias != "none", "trained biases", "bias", "none"),
+        (config.lora_bias, "trained biases", "lora_bias", False),
+        (config.layer_replication is not None, "replicated layers", "layer_replication", None),
+        (changes_base(config), of_base, "init_lora_weights", True),
     ):
-        value = getattr(config, key, plain)
-        if changes_base(config) if key == "init_lora_weights" else value != plain:
+        if is_more:
             raise ConfigError(
-                f"the saved adapter {path} has {what} ({key} = {value!r} in {CONFIG_NAME}), which "
-                "would be lost here; merge it in memory by PEFT's merge_and_unload and go on from "
-                f"the merged directory, or use an adapter with {key} = {plain!r}"
+                f"the saved adapter {path} has {what} ({key} = {getattr(config, key)!r} in "
+                f"{CONFIG_NAME}), which would be lost here; merge it in memory by PEFT's "
+                "merge_and_unload and go on from the merged directory, or use an adapter with "
+                f"{key} = {plain!r}"
             )
 
 
@@ -571,7 +562,7 @@ def _load(
         adapted, state_dict=own, adapter_name=adapter, save_embedding_layers=False
     )
     wanted |= beside
-    file = path / WEIGHTS_NAME
+    file, base_name = path / WEIGHTS_NAME, type(adapted.get_base_model()).__name__
     with SafetensorsReader(file) as reader:
         found = {name: info.shape for name, info in reader.tensors.items()}
         lacking = [name for name in wanted if name not in found]
@@ -582,13 +573,13 @@ def _load(
             what = f"lacks {listed(lacking)}" if lacking else f"has {listed(foreign)} beside them"
             raise ConfigError(
                 f"the saved adapter {file} is of another base or another {CONFIG_NAME}: it {what}; "
-                f"expected the {len(wanted)} tensors of this adapter on {_base_name(adapted)}"
+                f"expected the {len(wanted)} tensors of this adapter on {base_name}"
             )
         for name, tensor in wanted.items():
             if tuple(tensor.shape) != found[name]:
                 raise ConfigError(
                     f"the saved adapter {file} is of another base: {name!r} has shape "
-                    f"{found[name]}, expected {tuple(tensor.shape)} on {_base_name(adapted)}"
+                    f"{found[name]}, expected {tuple(tensor.shape)} on {base_name}"
                 )
         values = {name: reader.read(name) for name in wanted}
     apart = {name: values.pop(name) for name in beside}
@@ -658,10 +649,6 @@ def _is_equal(reader: SafetensorsReader, name: str, base: WeightSource, stored: 
         if not torch.equal(rows.double(), saved.double()):
             return False
     return True
-
-
-def _base_name(adapted: Any) -> str:
-    return type(adapted.get_base_model()).__name__
 
 
 def _trained(model: nn.Module, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -390,10 +390,13 @@ def map_records(
     ).with_format(None)  # fmt: skip
 
 
+def values_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row of messages with the values of its JSON."""
+    return {name: json.loads(v) if isinstance(v, str) else v for name, v in row.items()}
+
+
 def _encode(writer: Writer, kind: str, row: dict[str, Any], at: str, only: bool) -> list[Row]:
-    found = {
-        name: json.loads(value) if isinstance(value, str) else value for name, value in row.items()
-    }
+    found = values_of(row)
     own = {"tools": found.get("tools")} | (found.get("chat_template_kwargs") or {})
     if kind == "conversations":
         return writer.conversation(found["messages"], own, at, only)

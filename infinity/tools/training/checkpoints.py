@@ -75,9 +75,7 @@ def plan_resume(
                     f"{loaded.step}: resume from it, {_way_round(complete)}"
                 )
         return loaded
-    there = sorted(
-        (directory for place in places for directory in list_checkpoints(place)), key=step_of
-    )
+    there = sorted(chain(*map(list_checkpoints, places)), key=step_of)
     if not there:
         return None
     newest = there[-1]
@@ -123,7 +121,7 @@ def naming_older(config: JobConfig, path: Path) -> Iterator[None]:
 def _newest_before(config: JobConfig, path: Path) -> Path | None:
     """Returns the newest checkpoint before `path` whose small state can be read."""
     places = [*config.commit_directories, config.checkpoint_directory]
-    there = [directory for place in places for directory in list_checkpoints(place)]
+    there = [*chain(*map(list_checkpoints, places))]
     last = step_of(path) if path in there else math.inf
     for directory in sorted(there, key=step_of, reverse=True):
         if step_of(directory) <= last and directory != path:

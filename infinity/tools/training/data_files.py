@@ -14,14 +14,13 @@ from __future__ import annotations
 import codecs
 import json
 import logging
-import os
-import stat
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from infinity.bounded import open_regular, unique_keys
+from infinity.bounded import MalformedError, open_regular, unique_keys
 from infinity.config import PYTHON_STDLIB, DataSource
 from infinity.config.paths import refuse_absent_data
 from infinity.errors import ConfigError, refusing
@@ -145,20 +144,9 @@ def _not_utf8(path: Path, offset: int, what: str) -> ConfigError:
     )
 
 
-def _is_utf8(path: Path) -> bool:
-    try:
-        return all(map(bool, read_utf8(path)))
-    except ConfigError:
-        return False
-
-
 def _head(path: Path) -> bytes:
-    with _reading(path, OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # Does not wait for a FIFO.
-        with open(fd, "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ConfigError(f"data.paths: {path} is no regular file; {_REMEDY}")
-            return file.read(_HEAD_NBYTES)
+    with _reading(path, OSError, MalformedError), open(open_regular(path), "rb") as file:
+        return file.read(_HEAD_NBYTES)
 
 
 # Below the directory of the standard library, but not part of it.
@@ -212,10 +200,14 @@ def _files_of(source: DataSource) -> list[Path]:
         is_hidden = any(part.startswith(".") for part in parts)
         if not is_hidden and excluded.isdisjoint(parts) and path.is_file():
             files.append(path)
-    # Files with deliberate encoding errors, for the library's own tests.
-    if source.path == PYTHON_STDLIB:
-        return [path for path in files if _is_utf8(path)]
-    return files
+    if source.path != PYTHON_STDLIB:
+        return files
+    readable = []
+    for path in files:  # Some have deliberate encoding errors, for the library's own tests.
+        with suppress(ConfigError):
+            deque(read_utf8(path), maxlen=0)
+            readable.append(path)
+    return readable
 
 
 def _matching(location: Path, pattern: str) -> list[Path]:

@@ -26,7 +26,7 @@ import torch
 
 from infinity.errors import ConfigError, refusing
 from infinity.tools.training.bounded_call import call_bounded
-from infinity.tools.training.chat import Template, Writer, map_records, open_template
+from infinity.tools.training.chat import Template, Writer, map_records, open_template, values_of
 from infinity.tools.training.conversation import Message
 from infinity.tools.training.data_files import rows_at_once, stamp_of
 from infinity.tools.training.tokenizers import Tokenizer
@@ -295,9 +295,7 @@ def _read(
     """
     del stamps
     torch.set_num_threads(1)  # The threads of the parent are not in the child.
-    record = {
-        name: json.loads(value) if isinstance(value, str) else value for name, value in row.items()
-    }
+    record = values_of(row)
     lists = {name: record[name] for name in _MESSAGES if name in record}
     Writer(collate.processor, template, renew).checked(list(chain(*lists.values())), {}, at)
     used_nbytes = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -308,10 +306,8 @@ def _read(
         made = collate([lists | {"images": images}])
     peak_nbytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     digests = hashlib.sha256()
-    with refusing(f"{at}: the image cannot be read again", OSError):
-        for image in record["images"]:
-            content = image["bytes"] or Path(image["path"]).read_bytes()
-            digests.update(hashlib.sha256(content).digest())
+    for image in record["images"]:
+        digests.update(hashlib.sha256(content_of(image, at)).digest())
     ids, labels = made["input_ids"][0], made["labels"][0]
     most = len(ids) if length is None else length
     marks = {*collate.processor.image_token_ids}
@@ -331,6 +327,14 @@ def _read(
         "sha256": hashlib.sha256(torch.stack([ids, labels]).numpy().tobytes()).hexdigest(),
         "images_sha256": digests.hexdigest(),
     }]  # fmt: skip
+
+
+def content_of(image: Image, at: str) -> bytes:
+    """Returns the bytes of the image's file. Raises ConfigError."""
+    if image["bytes"] is not None:
+        return bytes(image["bytes"])
+    with refusing(f"{at}: {image['path']} cannot be read", OSError):
+        return Path(image["path"]).read_bytes()
 
 
 def decoded(image: Image, at: str) -> Any:

@@ -165,8 +165,14 @@ def _prepare(
     if config.train.diffusion is not None:
         trainer.denoising = Denoising(config)
     if config.train.distill is not None and tokenizer is not None:
+        if config.data.packing or data.processor is not None:
+            raise ConfigError(
+                'train.method: "distill" finds a sequence by its token ids; expected data without '
+                "packing and without images"
+            )
         teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, reference, where)
-        _give_teacher(trainer, config, data, teacher)
+        teacher.refuse_unknown([trainer.train_dataset, trainer.eval_dataset])
+        trainer.teacher = teacher
     num_tokens, largest, sha256 = _measured(trainer, config, data)
     if tokenizer is not None:
         refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
@@ -213,17 +219,6 @@ def _others(trainer: Any, config: JobConfig, plan: ModelPlan) -> dict[str, str]:
             else sha256_of(*sorted([*path.glob("*.bin"), *path.glob("adapter_*")]))
         )
     return found
-
-
-def _give_teacher(trainer: Any, config: JobConfig, data: JobData, teacher: Teacher) -> None:
-    """Gives the trainer its teacher. Raises ConfigError for data that a teacher does not know."""
-    if config.data.packing or data.processor is not None:
-        raise ConfigError(
-            'train.method: "distill" finds a sequence by its token ids; expected data without '
-            "packing and without images"
-        )
-    teacher.refuse_unknown([trainer.train_dataset, trainer.eval_dataset])
-    trainer.teacher = teacher
 
 
 def _check_checkpoint_space(model: Any, config: JobConfig, output: Path) -> None:

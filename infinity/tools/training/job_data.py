@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -314,6 +315,12 @@ class TokenFile:
         """Closes the file."""
         self._file.close()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> TokenFile:
+        return self
+
+    def __reduce__(self) -> tuple[type[tuple[object, ...]], tuple[object, ...]]:
+        return tuple, ((self.sha256,),)  # Hashed by `datasets`, never read back.
+
 
 def tokenize(
     files: Sequence[Path],
@@ -352,34 +359,18 @@ def tokenize(
 
 
 def _sequences(tokens: TokenFile, length: int) -> Any:
+    """Returns a dataset of sequences of equal length, which are read from the file when they are
+    asked for. The file is open as long as the dataset is used."""
     import datasets
 
     rows = datasets.Dataset.from_dict({"sequence": np.arange(tokens.num_tokens // length)})
-    return rows.with_transform(Sequences(tokens, length))
+    return rows.with_transform(partial(_read_sequences, tokens, length))
 
 
-class Sequences:
-    """Reads sequences of equal length from a token file: the transform of a dataset of numbers.
-
-    The ids of a sequence are its labels, too. The file is open as long as this object is used;
-    `datasets` identifies the object by `key`.
-    """
-
-    def __init__(self, tokens: TokenFile, length: int) -> None:
-        self._tokens = tokens
-        self._length = length
-        self.key = (tokens.sha256, length)
-
-    def __call__(self, rows: dict[str, list[int]]) -> dict[str, list[Ids]]:
-        """Returns ids and labels of the numbered sequences."""
-        length = self._length
-        ids: list[Ids] = [
-            self._tokens.read(row * length, length).astype(np.int64) for row in rows["sequence"]
-        ]
-        return {"input_ids": ids, "labels": ids}
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Sequences:
-        return self
-
-    def __reduce__(self) -> tuple[type[tuple[object, ...]], tuple[object, ...]]:
-        return tuple, (self.key,)  # Hashed by `datasets`, never read back.
+def _read_sequences(
+    tokens: TokenFile, length: int, rows: dict[str, list[int]]
+) -> dict[str, list[Ids]]:
+    """Returns the ids of the numbered sequences, which are their labels, too."""
+    numbers = rows["sequence"]
+    ids: list[Ids] = [tokens.read(row * length, length).astype(np.int64) for row in numbers]
+    return {"input_ids": ids, "labels": ids}

@@ -22,10 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from infinity.checkpoint.durable import make_directory, sync_file
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.config import DataSource, JobConfig
-from infinity.errors import ConfigError, CorruptionError, corrupt, refusing, reporting
+from infinity.errors import ConfigError, CorruptionError, corrupt, reporting
 from infinity.tools.training.data_files import READERS, is_records, read_rows, read_utf8
 from infinity.tools.training.denoising import Denoising, Tensors
-from infinity.tools.training.images import COLUMNS, Image, decoded, located
+from infinity.tools.training.images import COLUMNS, Image, content_of, decoded, located
 
 _log = logging.getLogger("infinity")
 
@@ -155,14 +155,6 @@ def _of_records(path: Path) -> Iterator[Captioned]:
         yield located(value, folder, f"{at}: image"), caption, at
 
 
-def _content(image: Image, at: str) -> bytes:
-    """Returns the bytes of the image's file. Raises ConfigError."""
-    if image["bytes"] is not None:
-        return bytes(image["bytes"])
-    with refusing(f"{at}: {image['path']} cannot be read", OSError):
-        return Path(image["path"]).read_bytes()
-
-
 # -- Encoding --------------------------------------------------------------------------------------
 
 
@@ -177,14 +169,14 @@ def _encoded(
     of_image = [*denoising.facts(vae), denoising.options.resolution]
     if denoising.options.aspect == "keep":  # Squares have the names that they had without the key.
         of_image.append("keep")
-    images = [_name_of(_content(image, at), of_image) for image, _, at in found]
+    images = [_name_of(content_of(image, at), of_image) for image, _, at in found]
     wanted = _missing(images, directory)
     if wanted:
         _log.warning("computing the latents of %d images", len(wanted))
         with denoising.pipeline(vae, torch.float32) as pipeline:
             for name, index in wanted.items():
                 image, _, at = found[index]
-                made = decoded({"bytes": _content(image, at), "path": None}, at)
+                made = decoded({"bytes": content_of(image, at), "path": None}, at)
                 if made.mode.startswith(("I", "F", "LAB")):  # PIL would cut off what exceeds 255.
                     raise ConfigError(
                         f"{at}: expected an image of 8 bits a channel; got the mode {made.mode} "

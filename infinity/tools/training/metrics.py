@@ -89,16 +89,15 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
     causes first."""
     keys = [key for key in RECEIPT if key in was and key in now and was[key] != now[key]]
     keys = [key for key in keys if key == "skipped" or None not in (was[key], now[key])]
-    return {key: _difference(key, was[key], now[key]) for key in keys}
+    return {key: _difference(key, RECEIPT[key], was[key], now[key]) for key in keys}
 
 
-def _difference(key: str, was: Any, now: Any) -> str:
-    name = RECEIPT[key]
+def _difference(key: str, name: str, was: Any, now: Any) -> str:
     if key == "rows" and len(was) == len(now):
         wrong = [row for row, pair in enumerate(zip(was, now, strict=True)) if len(set(pair)) > 1]
         return f"row {wrong[0]} of the step's {len(was)} differs, {len(wrong)} of them in all"
     if key in ("rows", "random", "gradients", "state"):
-        return f"{name} differ" if key != "random" else f"{name} differs"
+        return f"{name} differs" if key == "random" else f"{name} differ"
     return f"{name} is {now!r} and was {was!r}"
 
 
@@ -301,21 +300,19 @@ class MetricsReader:
         self._offset_nbytes = 0
         self.lines: list[dict[str, Any]] = []
 
-    def read(self) -> bool:
-        """Adds the lines that are whole by now to `lines`. Returns whether there are new ones.
-        Raises OSError if the file cannot be opened."""
+    def read(self) -> None:
+        """Adds the lines that are whole by now to `lines`. Raises OSError if the file cannot be
+        opened."""
         with self._path.open("rb") as file:
             found = os.fstat(file.fileno())
             place = found.st_dev, found.st_ino
             if place != self._place or found.st_size < self._offset_nbytes:
                 self._place, self._offset_nbytes, self.lines = place, 0, []
             file.seek(self._offset_nbytes)
-            count = len(self.lines)
             while (line := file.readline(_LONGEST_LINE_NBYTES)).endswith(b"\n"):
                 self._offset_nbytes += len(line)
                 if _step_of(line) is not None:
                     self.lines.append(json.loads(line))
-        return len(self.lines) != count
 
 
 def is_metrics(path: Path) -> bool:

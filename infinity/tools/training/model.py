@@ -13,7 +13,7 @@ import torch
 
 from infinity.checkpoint import WeightSource, weight_source
 from infinity.config import JobConfig, Model, SwapConfig
-from infinity.config.extras import require_transformers
+from infinity.config.extras import require_release
 from infinity.config.hub import in_hub_cache
 from infinity.config.schema import changed
 from infinity.config.schema.train import METHODS, Train
@@ -37,10 +37,10 @@ from infinity.modules.reading.configuration import (
 )
 from infinity.tools.training.adapter import (
     attach_adapter,
-    check_new_adapters,
     refuse_tokens_of_head,
+    with_new_adapters,
 )
-from infinity.tools.training.own_experts import CHOSEN
+from infinity.tools.training.own_experts import CHOSEN, locate
 
 _log = logging.getLogger("infinity")
 
@@ -89,7 +89,7 @@ def plan_model(
     Raises ConfigError for a directory or table that transformers cannot use, and CorruptionError
     for weight files that contradict each other.
     """
-    require_transformers("[model]")
+    require_release("transformers", "[model]")
     if model.path is None:
         assert model.config is not None
         hf_config = config_of_table(model.config)
@@ -192,7 +192,11 @@ def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = Fal
     if config.train is not None and config.train.activation_checkpointing:
         checkpoint_activations(model)
     take_generation_config(model, path)
-    check_new_adapters(model, [of for of in config.every_adapter if of.resume is None])
+    new = [options for options in config.every_adapter if options.resume is None]
+    for options in new:
+        locate(model, options.experts_full or ())
+    with torch.device("meta"):
+        with_new_adapters(model, new)
 
 
 def _refuse_other_logits(hf_config: Any, train: Train | None, where: str) -> None:

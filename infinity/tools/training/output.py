@@ -165,7 +165,10 @@ class OutputDirectory:
 def _refuse_metrics(config: JobConfig, *, is_new: bool) -> None:
     """Raises ConfigError for a place of metrics that has another use. A new run replaces metrics of
     an earlier one; a resumed one keeps a file of anything else under another name."""
-    path, places = config.output.metrics_path, _places_of_others(config)
+    path, inputs = config.output.metrics_path, (*config.data.paths, *config.data.eval_paths)
+    # What a run reads, and what it writes beside its metrics.
+    places = [("checkpoint.directory", config.checkpoint_directory)]
+    places += [*_directories_of_others(config), *(("data", of.location) for of in inputs)]
     real, output = (Path(os.path.realpath(p)) for p in (path, config.output.directory))
     for key, place in places:
         own = Path(os.path.realpath(place))
@@ -182,15 +185,8 @@ def _refuse_metrics(config: JobConfig, *, is_new: bool) -> None:
         )
 
 
-def _places_of_others(config: JobConfig) -> Iterator[tuple[str, Path]]:
-    """Yields (key, path) of what a run reads, and of what it writes beside its metrics."""
-    yield "checkpoint.directory", config.checkpoint_directory
-    yield from _directories_of_others(config)
-    for source in (*config.data.paths, *config.data.eval_paths):
-        yield "data", source.location
-
-
 def _directories_of_others(config: JobConfig) -> Iterator[tuple[str, Path]]:
+    """Yields (key, path) of what a run uses besides its output."""
     for index, tier in enumerate(config.tiers.nvme):
         yield f"tiers.nvme[{index}].path", tier.path
     if config.model.path is not None:

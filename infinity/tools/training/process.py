@@ -264,12 +264,11 @@ def keep_freed_memory() -> bool:
     high-water mark, which a training step needs anyway. `give_back` returns memory after a phase
     that needed more.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
     options = {_M_MMAP_THRESHOLD: GIB, _M_TRIM_THRESHOLD: 2 * GIB - 1, _M_ARENA_MAX: 1}
-    return all(bool(mallopt(option, value)) for option, value in options.items())
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        return all(bool(mallopt(option, value)) for option, value in options.items())
+    return False
 
 
 def expand_segments(environment: MutableMapping[str, str] | None = None) -> bool:
@@ -286,7 +285,5 @@ def expand_segments(environment: MutableMapping[str, str] | None = None) -> bool
 
 def give_back() -> None:
     """Returns every free page of the heap to the kernel."""
-    try:
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        return

@@ -22,7 +22,6 @@ from typing import Any
 from rich.console import Console
 from typing_extensions import override
 
-from infinity.bounded import MalformedError, read_json
 from infinity.checkpoint.durable import make_directory
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, tensor_bytes
 from infinity.checkpoint.run.directory import find_checkpoint, list_checkpoints, step_of
@@ -37,7 +36,7 @@ from infinity.tools.training.latents import cache_of
 from infinity.tools.training.metrics import OF_RANKS, RECEIPT, MetricsReader, differences
 from infinity.tools.training.output import SUMMARY_NAME, config_of_run, locked, receipts_of_run
 from infinity.tools.training.program import Run, opened
-from infinity.tools.training.report import Line, Step, finite
+from infinity.tools.training.report import Line, Step, finite, read_summary
 
 _NAME = ".replay"  # The directory of a replay in that of the run, and in its swap directories.
 _PLACES = ("tiers", "placement", "io", "schedule", "distributed")
@@ -68,7 +67,9 @@ def replay(
     """
     directory = directory.resolve()
     settings = _of_run(directory)
-    lines = _lines_of(settings)
+    reader = MetricsReader(settings.output.metrics_path)
+    reader.read()
+    lines = {line["step"]: line for line in reader.lines}
     last = max(lines, default=0) if step is None else step
     identity = identity_of(settings, (receipts_of_run(directory) or [{}])[-1])
     commits = chain(*map(list_checkpoints, settings.commit_directories))
@@ -144,12 +145,6 @@ def _of_run(
     if config.schedule.tile == "auto" and receipt.get("tile"):  # Other budgets may cut otherwise.
         own["schedule.tile"] = receipt["tile"]
     return changed(config, own)
-
-
-def _lines_of(settings: JobConfig) -> dict[int, Line]:
-    reader = MetricsReader(settings.output.metrics_path)
-    reader.read()
-    return {line["step"]: line for line in reader.lines}
 
 
 def _refuse_missing(lines: Mapping[int, Line], first: int, last: int) -> None:
@@ -299,8 +294,11 @@ class Replay(Run):
             check_reference(directory, shards)
         self.train()
         is_compared = not self._has_difference() and self._job.rank.is_first
-        if is_compared and _exported_step(directory) == self._found["step"]:
-            self._compare_export(directory)
+        step, summary = read_summary(directory / SUMMARY_NAME)
+        if is_compared and summary.get("export_directory") and step == self._found["step"]:
+            self._export("the weights, to compare them,")
+            for file in sorted(self._config.output.directory.glob("*.safetensors")):
+                self._compare_tensors(file.name, _first_other(file, directory / file.name))
         self._has_difference()  # Waits for rank 0, which may need this rank's shards.
 
     @override
@@ -336,23 +334,8 @@ class Replay(Run):
                 if path.is_dir():  # Else the run has removed it meanwhile.
                     raise
 
-    def _compare_export(self, directory: Path) -> None:
-        self._export("the weights, to compare them,")
-        for file in sorted(self._config.output.directory.glob("*.safetensors")):
-            self._compare_tensors(file.name, _first_other(file, directory / file.name))
-
     def _compare_tensors(self, what: str, name: str | None) -> None:
         self._compare(self.num_steps, what, name, None, "{} is not what the run has written")
-
-
-def _exported_step(directory: Path) -> int | None:
-    """Returns the step whose weights the run has exported; None for none."""
-    try:
-        summary = read_json(directory / SUMMARY_NAME)
-        done = int(summary["resumed_at"]) + int(summary["steps_done"])
-        return done if summary["export_directory"] else None
-    except (OSError, MalformedError, LookupError, TypeError, ValueError):
-        return None
 
 
 def _first_other(file: Path, other: Path) -> str | None:

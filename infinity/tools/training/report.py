@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from infinity.bounded import MalformedError
+from infinity.bounded import MalformedError, integer, read_json, table_of
+from infinity.bounded import field as field_of
 from infinity.checkpoint.durable import replace_file
 from infinity.config.machine import read_field
 from infinity.errors import ConfigError
@@ -460,6 +461,18 @@ def _peak_device_nbytes() -> int:
 def write_summary(path: Path, summary: Summary) -> None:
     """Writes summary.json completely or not at all. Raises OSError."""
     replace_file(path, json.dumps(finite(summary.to_dict()), indent=2) + "\n")
+
+
+def read_summary(path: Path) -> tuple[int, dict[str, Any]]:
+    """Returns the last step of a run, and its summary; 0 and an empty one where none can be
+    read."""
+    try:
+        found = table_of(read_json(path), "it")
+        return sum(
+            integer(field_of(found, key), key) for key in ("resumed_at", "steps_done")
+        ), found
+    except (OSError, MalformedError):
+        return 0, {}
 
 
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from infinity.errors import ConfigError, refusing
 
 _C = TypeVar("_C", bound=SwapConfig)
 
-_TRAINED = {"float32": "float32", "bfloat16": "bfloat16"}
+_TRAINED = ("float32", "bfloat16")
 # What an adapter has, as far as the file does not place it.
 _ADAPTER_KINDS = ("parameters", "master", "moments", "gradients", "activations")
 _ADAPTER_TIERS = ("host", "nvme")
@@ -144,7 +144,7 @@ def _compute_of(model: Model) -> AutoValue:
     if dtype is None:
         return AutoValue(key, "float32", "the model names no dtype")
     if dtype in _TRAINED:
-        return AutoValue(key, _TRAINED[dtype], f"as {where} of the model says")
+        return AutoValue(key, dtype, f"as {where} of the model says")
     return AutoValue(key, "float32", f"{where} of the model says {dtype}, which cannot be trained")
 
 
