@@ -95,4 +95,5 @@ def refuse_absent_adapter(path: Path) -> None:
 def refuse_no_directory(path: Path) -> None:
     """Raises ConfigError for the path of a checkpoint that is no directory."""
     if not path.is_dir():
-        raise ConfigError(f"{path} is no directory; expected a Hugging Face checkpoint")
+        remedy = download_remedy(path)
+        raise ConfigError(f"{path} is no directory; expected a Hugging Face checkpoint{remedy}")

@@ -14,7 +14,7 @@ from rich.console import Console
 from infinity.errors import UnsupportedError
 from infinity.sizes import KIB, MIB
 from infinity.storage.arena import Arena
-from infinity.tools.bench import plots, report
+from infinity.tools.bench import report
 from infinity.tools.bench.measure import GB, Comparison, Contender, Measurement
 from infinity.tools.bench.report import rows_of, to_json
 
@@ -95,10 +95,10 @@ def test_wrong_bytes_and_notes_stand_out() -> None:
 
 
 def test_plots_are_written_for_what_is_there(tmp_path: Path) -> None:
-    saved = plots.save(rows_of(RESULTS), tmp_path / "new" / "plots")
+    saved = report.save_plots(rows_of(RESULTS), tmp_path / "new" / "plots")
     assert [path.name for path in saved] == ["sizes.png", "stripes.png", "latency.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in saved)
-    assert plots.save(rows_of([result("nvme read")]), tmp_path) == []
+    assert report.save_plots(rows_of([result("nvme read")]), tmp_path) == []
 
 
 def test_without_matplotlib_the_remedy_is_named(
@@ -106,7 +106,7 @@ def test_without_matplotlib_the_remedy_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UnsupportedError, match=r"infinity-offload\[plot\]"):
-        plots.save([], tmp_path)
+        report.save_plots([], tmp_path)
 
 
 def test_drive_of_a_partition_is_its_parent(tmp_path: Path) -> None:

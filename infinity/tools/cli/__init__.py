@@ -24,7 +24,7 @@ _COMMANDS = {
     "convert": ("convert", "convert", "Make safetensors of GGUF or pickled weights."),
     "doctor": ("bench", "doctor", "List what this machine lacks, with cost and remedy."),
     "export": ("convert", "export", "Convert a checkpoint to a format of other programs."),
-    "export-adapter": ("serving", "export_adapter", "Write an adapter for a server, and a sheet."),
+    "export-adapter": ("convert", "export_adapter", "Write an adapter for a server, and a sheet."),
     "generate": ("chat", "generate", "Let a trained model continue a text."),
     "inspect": ("inspect", "inspect", "Describe a checkpoint and check its integrity."),
     "merge": ("convert", "merge", "Merge an adapter into its base, as a checkpoint."),
@@ -38,7 +38,7 @@ _COMMANDS = {
     "trace": ("trace", "app", "Find what bounds the steps of a traced run."),
     "train": ("train", "train", "Fine-tune a model as a configuration file describes."),
     "tune": ("bench", "tune", "Find the io settings that suit these drives."),
-    "verify-served": ("serving", "verify_served", "Compare a served adapter with its sheet."),
+    "verify-served": ("convert", "verify_served", "Compare a served adapter with its sheet."),
     "watch": ("watch", "watch", "Show how a run of `infinity train` is going."),
 }
 

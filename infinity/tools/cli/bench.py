@@ -60,7 +60,7 @@ def bench(
     """
     from infinity.tools.bench import suite
     from infinity.tools.bench.measure import QUICK, Effort
-    from infinity.tools.bench.report import environment_of, rows_of
+    from infinity.tools.bench.report import environment_of, rows_of, save_plots
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -74,7 +74,6 @@ def bench(
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
     sections = suite.check_sections(names, quick=quick)
     if plot is not None:
-        from infinity.tools.bench import plots
         from infinity.tools.pictures.timeline import find_pyplot
 
         find_pyplot()  # Before minutes are spent.
@@ -84,7 +83,7 @@ def bench(
     try:
         tell(results, environment, as_json=wants_json(), save=save)
     finally:  # Behind the tables: a plot that cannot be written costs nothing else.
-        for path in [] if plot is None else plots.save(rows_of(results), plot):
+        for path in [] if plot is None else save_plots(rows_of(results), plot):
             note(f"wrote {path}")
 
 
