@@ -59,6 +59,12 @@ def read_field(path: Path, key: str) -> str | None:
     return None
 
 
+def read_nbytes(path: Path, key: str) -> int | None:
+    """The bytes of a line "key: number kB"; None when there is no such line."""
+    value = read_field(path, key)
+    return None if value is None else 1024 * int(value.split()[0])
+
+
 # -- Memory ----------------------------------------------------------------------------------------
 
 
@@ -83,9 +89,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     the memory of its processes; page cache that the kernel can drop does not count.
     Every cgroup above the process limits the memory, too.
     """
-    available = read_field(root / "proc/meminfo", "MemAvailable")
-    assert available is not None, "Linux has it since 3.14"
-    available_nbytes = int(available.split()[0]) * 1024
+    available_nbytes = read_nbytes(root / "proc/meminfo", "MemAvailable")
+    assert available_nbytes is not None, "Linux has it since 3.14"
     limits = [HostMemory(available_nbytes), *_cgroup_limits(root)]
     return min(limits, key=lambda limit: limit.nbytes)
 

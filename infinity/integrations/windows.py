@@ -67,10 +67,8 @@ _EVENTS_BETWEEN_RUNS = frozenset({
     "on_save", "on_train_begin", "on_train_end",
 })  # fmt: skip
 _EVENTS_BETWEEN_BATCHES = frozenset(
-    name
-    for name in ("__init__", *vars(TrainerCallback))
-    if name == "__init__" or (name.startswith("on_") and name != "on_prediction_step")
-)
+    name for name in ("__init__", *vars(TrainerCallback)) if name.startswith(("__init__", "on_"))
+) - {"on_prediction_step"}
 # Events and methods that neither lie between an evaluation and the next window, nor look at its
 # numbers.
 _EVENTS_APART = _EVENTS_BETWEEN_BATCHES - {

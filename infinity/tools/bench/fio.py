@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infinity.config.machine import read_nbytes
 from infinity.errors import UnsupportedError
 from infinity.storage.protocol import FileRange
 from infinity.tools.bench.measure import IoSettings, Measurement
@@ -124,14 +125,7 @@ def huge_page_nbytes(words: Sequence[str], *, huge_pages: bool = True) -> int:
     )
     most_nbytes = 0
     while running.poll() is None:
-        most_nbytes = max(most_nbytes, _anonymous_huge_nbytes(running.pid))
+        found_nbytes = read_nbytes(Path(f"/proc/{running.pid}/smaps_rollup"), "AnonHugePages")
+        most_nbytes = max(most_nbytes, found_nbytes or 0)
         time.sleep(0.01)
     return most_nbytes
-
-
-def _anonymous_huge_nbytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages:"))

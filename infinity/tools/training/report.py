@@ -25,7 +25,7 @@ from rich.table import Table
 from infinity.bounded import MalformedError, integer, read_json, table_of
 from infinity.bounded import field as field_of
 from infinity.checkpoint.durable import replace_file
-from infinity.config.machine import read_field
+from infinity.config.machine import read_nbytes
 from infinity.errors import ConfigError
 from infinity.observe import Tracer, chrome
 from infinity.sizes import GIB, format_nbytes
@@ -446,8 +446,7 @@ class Reporter:
 
 def peak_rss_nbytes() -> int:
     """Returns the most memory that was resident in this process (VmHWM)."""
-    found = read_field(Path("/proc/self/status"), "VmHWM")
-    return 1024 * int(found.split()[0]) if found else 0
+    return read_nbytes(Path("/proc/self/status"), "VmHWM") or 0
 
 
 def _peak_device_nbytes() -> int:
@@ -468,9 +467,8 @@ def read_summary(path: Path) -> tuple[int, dict[str, Any]]:
     read."""
     try:
         found = table_of(read_json(path), "it")
-        return sum(
-            integer(field_of(found, key), key) for key in ("resumed_at", "steps_done")
-        ), found
+        done = [integer(field_of(found, key), key) for key in ("resumed_at", "steps_done")]
+        return sum(done), found
     except (OSError, MalformedError):
         return 0, {}
 
