@@ -50,6 +50,12 @@ def read_int(path: Path) -> int | None:
         return None
 
 
+def read_node(path: Path) -> int | None:
+    """The NUMA node in a file; None when it is not known, which is -1 there."""
+    node = read_int(path)
+    return None if node == -1 else node
+
+
 def read_field(path: Path, key: str) -> str | None:
     """The value of a line "key: value"; None when there is no such line."""
     for line in (read_text(path) or "").splitlines():
@@ -240,8 +246,7 @@ def node_of_device(pci_address: str, root: Path = Path("/")) -> int | None:
     nodes = root / "sys/devices/system/node"
     if len(list(nodes.glob("node[0-9]*"))) < 2 or not pci_address:
         return None
-    found = read_int(root / "sys/bus/pci/devices" / pci_address / "numa_node")
-    return None if found == -1 else found  # -1: not known.
+    return read_node(root / "sys/bus/pci/devices" / pci_address / "numa_node")
 
 
 def read_ranges(text: str | None) -> frozenset[int]:

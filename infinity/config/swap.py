@@ -342,9 +342,7 @@ class SwapConfig(Section):
     @property
     def commit_directories(self) -> list[Path]:
         """All directories of the first swap directory that may hold committed steps."""
-        return [
-            directory for directory in (self.commit_directory, self.copying_directory) if directory
-        ]
+        return [*filter(None, (self.commit_directory, self.copying_directory))]
 
     @property
     def source(self) -> ConfigSource:

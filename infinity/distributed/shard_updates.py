@@ -177,9 +177,8 @@ class ShardUpdates(EarlyUpdates):
     @override
     def _stop(self, taken_back: Sequence[UnitUpdate]) -> None:
         shards = [update.unit for update in taken_back]
-        begun = self._pending.withdraw(
-            shard.index for shard in shards
-        )  # Waits for a chunk at most.
+        # Waits for a chunk at most.
+        begun = self._pending.withdraw(shard.index for shard in shards)
         for shard in shards:
             self._drop(shard)
             self._undecided.free(shard)

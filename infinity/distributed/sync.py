@@ -55,9 +55,8 @@ class RankSync(Service):
         self._partition = store.partition
         self.rank, self.num_ranks = store.partition.rank, store.partition.count
         self.transport = store.transport
-        self._unagreed: set[int] = (
-            set()
-        )  # Units that were changed here and that other ranks do not see yet.
+        # Units that were changed here and that other ranks do not see yet.
+        self._unagreed: set[int] = set()
 
     def note_owner(self, owner: object) -> None:
         """Notes the object whose close, or whose collection, closes the links to other ranks."""

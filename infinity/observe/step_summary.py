@@ -95,9 +95,8 @@ def summarize(spans: Sequence[Span], *, num_stalls: int = 5) -> list[StepSummary
         while ahead and ahead[0].start_ns < step.end_ns:
             around.append(ahead.popleft())
         around = [span for span in around if span.end_ns > step.start_ns]
-        if (
-            step.end_ns > step.start_ns
-        ):  # A clock that stood still leaves nothing to take shares of.
+        # A clock that stood still leaves nothing to take shares of.
+        if step.end_ns > step.start_ns:
             found.append(_summarize(step, around, transfers, num_stalls))
     return found
 

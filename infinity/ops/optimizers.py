@@ -83,9 +83,8 @@ def step_(
 ) -> None:
     """`update_` with the bits of this torch: where its kernel rounds otherwise than the native one
     (another processor, another build), fp32 spans go through torch's own."""
-    if (
-        is_native(settings) or spans[0].is_split or spans[0].is_8bit
-    ):  # The latter equal nothing of torch's.
+    # Split and 8-bit spans equal nothing of torch's.
+    if is_native(settings) or spans[0].is_split or spans[0].is_8bit:
         update_(spans, settings, grad_scale=grad_scale, digests=digests)
         return
     gradients = [span.gradient.float() for span in spans]

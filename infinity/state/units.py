@@ -168,9 +168,8 @@ class Unit:
     stored: StoredWeights | None = None  # Frozen weights that rest in the checkpoint's own files.
     _trainable: tuple[TensorSpec, ...] = field(init=False, repr=False)  # Asked for every gradient.
     _dtypes: Mapping[StateKind, torch.dtype | None] = field(init=False, repr=False)
-    known_chunks: dict[int, tuple[Chunk, ...]] = field(
-        init=False, repr=False, default_factory=dict
-    )  # By `chunk_nbytes`; of `chunk_unit`.
+    # By `chunk_nbytes`; of `chunk_unit`.
+    known_chunks: dict[int, tuple[Chunk, ...]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         trainable = tuple(tensor for tensor in self.tensors if tensor.state_offset >= 0)
@@ -275,9 +274,8 @@ def layout_unit(
         name=name,
         tensors=tuple(specs),
         trainable_nbytes=trainable_nbytes,
-        weight_nbytes=align_up(
-            max(offset_nbytes, 1), PAGE_NBYTES
-        ),  # Empty tensors need a place too.
+        # Empty tensors need a place too.
+        weight_nbytes=align_up(max(offset_nbytes, 1), PAGE_NBYTES),
         state_numel=align_up(state_offset, STATE_GRANULE),
         master_dtype=_master_dtype({spec.facts.dtype for spec in specs if spec.state_offset >= 0}),
         moments=moments,

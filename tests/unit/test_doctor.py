@@ -7,6 +7,7 @@ import json
 import os
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from infinity.config.machine import HostMemory, cpu_quota, read_field, read_int
 from infinity.sizes import GIB, KIB, MIB
 from infinity.storage.probe import Refusal
 from infinity.tools.doctor import Finding, accelerator, machine, paths, worst
-from infinity.tools.doctor.accelerator import Gpu, Link
+from infinity.tools.doctor.accelerator import Link
 from infinity.tools.doctor.paths import DirectTrial, Drive, Health, Mount
 from tests.support.commands import imported_by, run_command
 from tests.support.forked import run_script
@@ -87,7 +88,7 @@ def space(capacity: str, free_nbytes: int, total_nbytes: int) -> Finding:
 
 THERE = HostMemory(8 * GIB, "the cgroup limit of 10 GiB")
 BARE: dict[str, Any] = {"ring_flags": 0, "sysctl": None, "seccomp": None}
-GPU = Gpu("H200", 141 * GIB, "0000:01:00.0")
+GPU = SimpleNamespace(name="H200", total_memory=141 * GIB)
 FAST = Drive("nvme0n1", "Fast", False, "none", 512 * KIB, 1)
 MADVISE = "always [madvise] never"
 READS = uring.Probe(0, opcodes=frozenset({"READ", "WRITE"}), max_num_entries=32768)

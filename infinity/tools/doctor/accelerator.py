@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import infinity
 from infinity.config import SwapConfig
 from infinity.config.extras import TRIED, installed, release_of
-from infinity.config.machine import pci_address, read_int, read_text
+from infinity.config.machine import pci_address, read_int, read_node, read_text
 from infinity.errors import UnsupportedError
 from infinity.namesake import other_distributions, other_places
 from infinity.sizes import format_nbytes
 from infinity.tools.doctor import Finding
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """`pci_address` as in /sys/bus/pci/devices; empty if torch does not report it."""
-
-    name: str
-    memory_nbytes: int
-    pci_address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +47,13 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
         yield check_torch(None, str(error))
         return
     yield check_torch(torch.__version__, "")
-    gpus = _gpus(torch)
+    cuda = torch.cuda
+    count = cuda.device_count() if cuda.is_available() else 0
+    gpus = [cuda.get_device_properties(index) for index in range(count)]
     yield check_cuda(config.tiers.device.kind, gpus, built_for=torch.version.cuda)
     if config.tiers.device.kind != "cpu":
         for index, gpu in enumerate(gpus):
-            yield check_link(index, find_link(root, gpu.pci_address))
+            yield check_link(index, find_link(root, pci_address(gpu)))
             yield check_kernels(index, _explain_torch_operations(index))
 
 
@@ -71,9 +65,10 @@ def check_torch(version: str | None, failure: str) -> Finding:
     return it.missing("nothing can be trained", f"pip install 'torch{TRIED['torch'].wanted}'")
 
 
-def check_cuda(kind: str, gpus: list[Gpu], *, built_for: str | None) -> Finding:
-    """`kind` is tiers.device.kind; `built_for` is the CUDA version of torch's build, if any."""
-    described = "; ".join(f"{gpu.name}, {format_nbytes(gpu.memory_nbytes)}" for gpu in gpus)
+def check_cuda(kind: str, gpus: Sequence[Any], *, built_for: str | None) -> Finding:
+    """`kind` is tiers.device.kind; `gpus` are torch's properties of devices; `built_for` is the
+    CUDA version of torch's build, if any."""
+    described = "; ".join(f"{gpu.name}, {format_nbytes(gpu.total_memory)}" for gpu in gpus)
     if kind == "cpu":
         return Finding("CUDA", f"not asked for ({described or 'no device'})")
     if gpus:
@@ -98,10 +93,7 @@ def find_link(root: Path, pci_address: str) -> Link | None:
         return None
     if max_lanes == 255:  # The kernel's value for "unknown".
         return None
-    node = read_int(folder / "numa_node")
-    return Link(
-        num_lanes, max_lanes, float(rate[0]), node if node is not None and node >= 0 else None
-    )
+    return Link(num_lanes, max_lanes, float(rate[0]), read_node(folder / "numa_node"))
 
 
 def check_link(index: int, link: Link | None) -> Finding:
@@ -157,18 +149,6 @@ def _explain_torch_operations(index: int) -> dict[str, str]:
     except UnsupportedError as error:  # The environment asks for kernels that do not run.
         return {"decoding and updates": str(error)}
     return {**reasons, "updates": update}
-
-
-def _gpus(torch: object) -> list[Gpu]:
-    cuda = torch.cuda  # type: ignore[attr-defined]
-    if not cuda.is_available():
-        return []
-    return [
-        Gpu(
-            getattr(found, "name", "unnamed"), getattr(found, "total_memory", 0), pci_address(found)
-        )
-        for found in map(cuda.get_device_properties, range(cuda.device_count()))
-    ]
 
 
 # -- Releases of the packages that this one is built on, and others of its own name ----------------

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import SwapConfig
-from infinity.config.machine import read_int, read_text
+from infinity.config.machine import read_int, read_node, read_text
 from infinity.config.schema.tiers import NvmeTier
 from infinity.sizes import PAGE_NBYTES, format_nbytes
 from infinity.storage.probe import crc32c_kernels, direct_alignment
@@ -305,23 +305,15 @@ def find_drive(root: Path, device: int) -> Drive | None:
     if block is None:
         return None
     scheduler = read_text(block / "queue/scheduler") or ""
+    nodes = [read_node(block / place / "numa_node") for place in ("device", "device/device")]
     return Drive(
         name=block.name,
         model=read_text(block / "device/model") or "",
         is_rotational=read_int(block / "queue/rotational") == 1,
         scheduler=scheduler.partition("[")[2].partition("]")[0],
         max_request_nbytes=1024 * (read_int(block / "queue/max_sectors_kb") or 0),
-        numa_node=find_numa_node(block),
+        numa_node=next((node for node in nodes if node is not None), None),
     )
-
-
-def find_numa_node(block: Path) -> int | None:
-    """Returns the NUMA node of a drive; None if it is unknown or there is none (-1)."""
-    for place in ("device/numa_node", "device/device/numa_node"):
-        node = read_int(block / place)
-        if node is not None and node >= 0:
-            return node
-    return None
 
 
 def check_drive(path: str, drive: Drive | None) -> Finding:

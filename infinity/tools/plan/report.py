@@ -137,16 +137,14 @@ def _generated(forecast: Forecast) -> list[str]:
 
 def _generation(forecast: Forecast) -> dict[str, Any] | None:
     token, scores, num_tokens = forecast.of_token, forecast.of_scores, forecast.num_generated
-    return (
-        {
-            "num_tokens": num_tokens,
-            "token_s": token and token.step.step_s,
-            "seconds": token and num_tokens * token.step.step_s,
-            "score_s": scores and scores.step.step_s,
-        }
-        if num_tokens
-        else None
-    )
+    if not num_tokens:
+        return None
+    return {
+        "num_tokens": num_tokens,
+        "token_s": token and token.step.step_s,
+        "seconds": token and num_tokens * token.step.step_s,
+        "score_s": scores and scores.step.step_s,
+    }
 
 
 def _frozen(forecast: Forecast) -> list[str]:

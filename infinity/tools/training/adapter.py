@@ -300,9 +300,8 @@ def save_adapter(
     """
     engine = engine_of(model)
     values = {name: engine.read_parameter(name) for name, _ in _trained(model, adapter)}
-    values |= dict(
-        model.named_buffers(remove_duplicate=False)
-    )  # Of modules that the adapter replaces.
+    # Buffers are those of modules that the adapter replaces.
+    values |= dict(model.named_buffers(remove_duplicate=False))
     partial = directory / _PARTIAL_NAME
     try:
         with reporting("save the adapter", directory):

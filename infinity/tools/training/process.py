@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -57,9 +56,7 @@ class Outliving:
 
     def write(self, text: str) -> int:
         """Writes to the stream; a stream that is gone is noted and does not end the run."""
-        if not isinstance(
-            text, str
-        ):  # click asks by writing no bytes whether bytes may be written.
+        if not isinstance(text, str):  # click writes no bytes, to ask whether any may be written.
             raise TypeError(f"expected text, got {type(text).__name__}")
         try:
             for start in range(0, len(text), _PART):
@@ -224,7 +221,7 @@ class Interrupt:
         """Writes without print, which the signal may have interrupted. Without a standard error,
         its descriptor may belong to another file."""
         if sys.__stderr__ is not None:
-            with contextlib.suppress(OSError):  # The same signal may have ended the reader.
+            with suppress(OSError):  # The same signal may have ended the reader.
                 os.write(2, self.notice.encode())
 
     def _restore(self) -> None:
