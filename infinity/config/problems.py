@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, ValidationError
 
-from infinity.config.values import ValueType, nearest, show_value
+from infinity.config.values import ValueType, either, nearest, show_value
 from infinity.errors import ConfigError
 
 Place = tuple[str | int, ...]
@@ -170,7 +170,7 @@ def suggest(table: str, key: str, keys: KnownKeys) -> str:
     lower = key.lower().replace("-", "_")
     close = nearest(key, here, cutoff=0.7)
     homes = [written(other) for other in keys if other != table and lower in keys[other]]
-    belongs = [f'"{lower}" belongs to {_either(homes)}'] if homes else []
+    belongs = [f'"{lower}" belongs to {either(homes)}'] if homes else []
     if close is not None:
         return "; ".join([f'did you mean "{close}"?', *belongs])
     if lower in _OTHER_NAMES:
@@ -182,7 +182,7 @@ def suggest(table: str, key: str, keys: KnownKeys) -> str:
     names = sorted({name for table_keys in keys.values() for name in table_keys})
     if near := nearest(key, names, cutoff=0.75):
         places = [f"{other}.{near}".lstrip(".") for other in keys if near in keys[other]]
-        return f"did you mean {_either(places)}?"
+        return f"did you mean {either(places)}?"
     return "known keys here: " + ", ".join(here)
 
 
@@ -192,7 +192,3 @@ def written(table: str) -> str:
         return "the top level"
     table = table.replace("adapters[]", "adapter[]")  # The key of several has another name here.
     return f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]"
-
-
-def _either(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

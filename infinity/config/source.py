@@ -23,6 +23,7 @@ from infinity.bounded import (
     read_bytes,
 )
 from infinity.config.hub import download_remedy
+from infinity.config.values import either
 from infinity.errors import ConfigError
 
 _MAX_YAML_NODES = 100_000
@@ -72,7 +73,7 @@ def read_file(
     suffix = file.suffix.lower()
     if suffix not in FORMATS:
         raise ConfigError(
-            f"{name}: expected a file that ends in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}; "
+            f"{name}: expected a file that ends in {either(FORMATS)}; "
             f"got {suffix or 'no ending'}{download_remedy(name)}"
         )
     try:

@@ -292,8 +292,7 @@ def choice(literal: Any) -> ValueType:
             raise ValueError(f'did you mean "{near}"?' if near else "")
         return value
 
-    *first, last = (f'"{word}"' for word in words)
-    phrase = f"{', '.join(first)} or {last}" if first else last
+    phrase = either([f'"{word}"' for word in words])
     return ValueType(phrase, {"type": "string", "enum": list(words)}, read)
 
 
@@ -430,6 +429,11 @@ Location = Annotated[Path, location()]
 
 
 # -- Errors of a reading ---------------------------------------------------------------------------
+
+
+def either(words: Sequence[str]) -> str:
+    """Words as a message names alternatives: "a, b or c"."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def show_value(value: object) -> str:

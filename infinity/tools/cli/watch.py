@@ -204,20 +204,15 @@ def _facts(numbers: dict[str, Any], last: Line) -> list[tuple[str, str]]:
 
 def _curve(name: str, values: Sequence[float], width: int) -> list[str]:
     """Returns rows of a curve of means, with its ends on the left."""
-    from infinity.tools.training.report import BARS, means
+    from infinity.tools.training.report import bars, means
 
     columns = means(values, max(width - _CURVE_MARGIN - 1, 8))
     if not columns:
         return [f"{name:<{_CURVE_MARGIN}}not finite"]
     columns = [value for value in columns for _ in range(width // 2 // len(columns) or 1)]
-    low, high = min(columns), max(columns)
-    levels = [round((value - low) / ((high - low) or 1) * 8 * _CURVE_ROWS) for value in columns]
-    rows = []
-    for row in range(_CURVE_ROWS - 1, -1, -1):
-        ends = {_CURVE_ROWS - 1: f"{name} {high:.3f}", 0: f"{low:.3f}"}
-        marks = "".join(BARS[min(max(level - 8 * row, 0), 8)] for level in levels)
-        rows.append(f"{ends.get(row, ''):<{_CURVE_MARGIN}}{marks}")
-    return rows
+    rows = bars(columns, len(columns), _CURVE_ROWS).split("\n")
+    ends = {0: f"{name} {max(columns):.3f}", _CURVE_ROWS - 1: f"{min(columns):.3f}"}
+    return [f"{ends.get(row, ''):<{_CURVE_MARGIN}}{marks}" for row, marks in enumerate(rows)]
 
 
 def _is_over(last: Line) -> bool:

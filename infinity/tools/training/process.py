@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from infinity.sizes import GIB
@@ -195,12 +195,7 @@ class Interrupt:
                     self._former[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -69,7 +69,7 @@ _BAR_WIDTH = 12
 _LEAST_WIDTH = 96  # Of a console with a bar: all that is watched fits beside it.
 # What is written shorter where the width is too small.
 _SHORTER = {" tokens/s": " tok/s", "held-out": "eval", "step ": "", "ETA ": ""}
-BARS = " ▁▂▃▄▅▆▇█"
+_BARS = " ▁▂▃▄▅▆▇█"
 
 Snapshot = Mapping[str, float]
 Line = dict[str, Any]  # Of metrics.jsonl.
@@ -337,11 +337,16 @@ def summary_of(lines: Sequence[Line]) -> Summary:
     return found
 
 
-def bars(values: Sequence[float], width: int) -> str:
-    """Returns a curve of one row."""
+def bars(values: Sequence[float], width: int, num_rows: int = 1) -> str:
+    """Returns a curve of so many rows, of which the lowest has a mark for every mean."""
     columns = means(values, width)
     low, high = min(columns, default=0.0), max(columns, default=1.0)
-    return "".join(BARS[1 + round((value - low) / ((high - low) or 1) * 7)] for value in columns)
+    steps = (8 * num_rows - 1) / ((high - low) or 1)
+    levels = [1 + round((value - low) * steps) for value in columns]
+    return "\n".join(
+        "".join(_BARS[min(max(level - 8 * row, 0), 8)] for level in levels)
+        for row in reversed(range(num_rows))
+    )
 
 
 def means(values: Sequence[float], count: int) -> list[float]:
