@@ -143,9 +143,7 @@ def scores(rates: Rates[Setting]) -> dict[Setting, float]:
 
 def survivors(found: Mapping[Setting, float], rounds: int) -> list[Setting]:
     """Returns the remaining candidates: the margin narrows with the number of rounds."""
-    margin = max(1.5 * TOLERANCE, _HOPELESS / math.sqrt(rounds))
-    best = max(found.values())
-    return [setting for setting, score in found.items() if score >= best - margin]
+    return _good(found, max(1.5 * TOLERANCE, _HOPELESS / math.sqrt(rounds)))
 
 
 def choose(found: Mapping[IoSettings, float]) -> IoSettings:
@@ -171,9 +169,9 @@ def choose_rings(rates: Rates[RingSetup], default: RingSetup) -> RingSetup:
     return min(_good(gains), key=RING_SETUPS.index) if gains else default
 
 
-def _good(found: Mapping[Setting, float]) -> list[Setting]:
+def _good(found: Mapping[Setting, float], margin: float = TOLERANCE) -> list[Setting]:
     best = max(found.values())
-    return [setting for setting, score in found.items() if score >= best - TOLERANCE]
+    return [setting for setting, score in found.items() if score >= best - margin]
 
 
 def ring_setups(grants: Callable[[RingFlags], bool]) -> list[RingSetup]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,9 +196,7 @@ def write_directory(plan: DirectoryPlan, out: Path, progress: Progress = lambda 
         with reporting("write", out), new_directory(out) as partial:
             for shard, rows in plan.shards.items():
                 _write_shard(partial / shard, rows, progress)
-            if plan.source.is_dir():
-                _copy_other_files(plan.source, partial)
-            for file in plan.others:
+            for file in (*_other_files(plan.source), *plan.others):
                 shutil.copyfile(file, partial / file.name)
                 sync_file(partial / file.name)
             _write_json(partial / "config.json", plan.config)
@@ -225,18 +223,17 @@ def _write_shard(path: Path, rows: Sequence[tuple[str, PlannedTensor]], progress
         writer.commit()
 
 
-def _copy_other_files(source: Path, target: Path) -> None:
-    """Copies tokenizer, generation settings, code and licence: every file that has no weights and
-    declares no quantisation, which config.json does, but for those about the run that the source is
-    of. Syncs the copies."""
+def _other_files(source: Path) -> Iterator[Path]:
+    """Yields tokenizer, generation settings, code and licence of a directory: every file that has
+    no weights and declares no quantisation, which config.json does, but for those about the run
+    that the source is of."""
     is_of_run = (source / RUN_NAMES[0]).is_file()
     of_others = {*DECLARING_FILES, *(RUN_NAMES if is_of_run else ())}
-    for path in sorted(source.iterdir()):
+    for path in sorted(source.iterdir()) if source.is_dir() else ():
         is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
         is_left_out = is_weights or path.name in of_others or path.name.startswith(".")
         if path.is_file() and not is_left_out:
-            shutil.copyfile(path, target / path.name)
-            sync_file(target / path.name)
+            yield path
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

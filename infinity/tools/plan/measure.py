@@ -361,7 +361,6 @@ def measure_device(
     model: PlannedModel,
     flops: float,
     memory_nbytes: int,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Device:
     """Returns the device with `flops` per second and `memory_nbytes` free. A device that does not
     give the host's bits gets no rate of updates."""
@@ -373,7 +372,7 @@ def measure_device(
     rates = None
     if trained:
         largest = max(trained, key=lambda unit: unit.state_numel)
-        rates = time_updates(device, host, largest, _CHUNK_NBYTES, drives={}, clock=clock)
+        rates = time_updates(device, host, largest, _CHUNK_NBYTES, drives={})
     update = math.inf if rates is None else rates.device_update
     return Device(
         count=1,
