@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -547,7 +547,15 @@ def bound_in_c(function: Any) -> Any:
     return vars(_FunctionBase)["apply"].__get__(None, function)
 
 
-def test_a_method_bound_in_c_is_replaced_wherever_it_is_held() -> None:
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """Shows a collection the objects that the suite has frozen, until the test ends."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_a_method_bound_in_c_is_replaced_wherever_it_is_held(unfrozen: None) -> None:
     bound = bound_in_c(SavesTheWeight)
     holder, listed, table, part = Holder(), [None, bound], {"apply": bound}, partial(bound, 1, a=2)
 
@@ -564,7 +572,6 @@ def test_a_method_bound_in_c_is_replaced_wherever_it_is_held() -> None:
     Holder.static = staticmethod(bound)
     try:
         assert all(get() is bound for get in held.values())
-        gc.unfreeze()  # The tests' own.
         _replace_bound()
         found = {kind: get() for kind, get in held.items()}
     finally:
@@ -576,10 +583,9 @@ def test_a_method_bound_in_c_is_replaced_wherever_it_is_held() -> None:
 
 
 def test_a_method_bound_in_c_that_cannot_be_replaced_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, unfrozen: None
 ) -> None:
     held = (bound_in_c(WithContextApart),)
-    gc.unfreeze()
     with caplog.at_level(logging.WARNING, logger="infinity"):
         _replace_bound()
     assert held and "WithContextApart.apply was bound before infinity.offload" in caplog.text
