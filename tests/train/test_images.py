@@ -358,7 +358,13 @@ def test_a_run_whose_images_have_changed_is_not_continued(
     with pytest.raises(ConfigError, match="the SHA-256 of the images is"):
         run(asked, resume=True)
     Image.fromarray(pixels).save(picture)
-    run(asked, resume=True)
+    asked["data"]["eval_paths"], asked["train"]["eval_every"] = asked["data"]["paths"], 1
+    run(asked, resume=True)  # A run without evaluation may get one.
+    asked["train"]["steps"] += 1
+    write(tmp_path / "other.jsonl", [{"messages": talk(1), "images": ["pictures/0.png"]}] * 4)
+    asked["data"]["eval_paths"] = [str(tmp_path / "other.jsonl")]
+    with pytest.raises(ConfigError, match="is of another run, .* SHA-256 of the held-out data is"):
+        run(asked, resume=True)
 
 
 def test_several_answers_need_marks_of_the_template(tmp_path: Path, asked: dict[str, Any]) -> None:

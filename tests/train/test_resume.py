@@ -19,6 +19,7 @@ from rich.console import Console
 
 from infinity.checkpoint.run import save as state_save
 from infinity.checkpoint.run.copy import Saving, copy_checkpoint
+from infinity.checkpoint.run.load import read_program
 from infinity.config import JobConfig, SwapConfig
 from infinity.config.source import override, read_file
 from infinity.errors import ConfigError, CorruptionError, StorageError
@@ -267,6 +268,26 @@ def test_a_longer_run_with_another_learning_rate_goes_on_where_it_is_asked_for(j
     card, whole = (job / "output" / "README.md").read_text(), lines_of(job / "output")
     assert "| 10 of " in card and f"; {sum(line['num_tokens'] for line in whole):,} tokens" in card
     assert f"| loss | {whole[0]['loss']:.3f} to " in card and rest.losses[0] != whole[0]["loss"]
+
+
+def test_losses_of_other_held_out_data_are_not_compared(job):
+    """Refused first; then the first of them is the lowest, and patience begins anew."""
+    held_out, easy = job / "held-out.txt", "the " * 400
+    held_out.write_text(easy)
+    data = f"data.eval_paths={held_out}", "data.held_out=0", "checkpoint.every=2"
+    options = (*data, "train.eval_every=2", "train.keep_best=true", "train.schedule=constant")
+    run(job, *options, "train.steps=4", "train.early_stopping_patience=2")
+    newest = job / "output" / "checkpoints" / "step-00000004"
+    assert read_program(newest).extra["trainer"]["best_metric"] is not None
+    held_out.write_text("Zq8#" * 400)
+    more = (*options, "train.steps=6", "train.early_stopping_patience=2")
+    with pytest.raises(ConfigError, match="the SHA-256 of the held-out data is .*--accept-changes"):
+        run(job, *more, resume=True)
+    summary = run(job, *more, resume=True, accept_changes=True)
+    assert summary.best_step == 6
+    held_out.write_text(easy)
+    run(job, *more, "train.eval_every=0", "train.steps=7", "train.keep_best=false",
+        "train.early_stopping_patience=0", resume=True)  # fmt: skip
 
 
 def test_resume_needs_the_section(job):

@@ -37,8 +37,8 @@ def train(
     resume_from: Path | None = opt("DIR", "Continue from this checkpoint, in any directory."),
     accept_changes: bool = flag(
         "--accept-changes",
-        "Continue although the learning rate, its schedule or the number of steps differ "
-        "from those of the checkpoint; what differs is printed.",
+        "Continue although the learning rate, its schedule, the number of steps, the held-out data "
+        "or the base's config.json differ from those of the checkpoint; what differs is printed.",
     ),
     push: str | None = PUSH,
     as_json: bool = flag("--json", "Print the summary as JSON; progress goes to stderr."),

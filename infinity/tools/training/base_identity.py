@@ -31,6 +31,7 @@ IDENTITY_NAME = "infinity_base.json"
 _OF_WRITER = ("transformers_version", "_diffusers_version", "_name_or_path")  # In config.json.
 _SAMPLES = 4  # Of the tensors whose names differ in numbers only.
 _SAMPLE_NBYTES = PAGE_NBYTES
+_MOST_SHOWN = 100  # Characters of a value of config.json.
 
 _log = logging.getLogger("infinity")
 
@@ -51,7 +52,7 @@ def identify(source: WeightSource) -> BaseIdentity:
     Raises CorruptionError, StorageError.
     """
     facts = source.stored_facts()
-    table = json.dumps(sorted(facts.items())).encode()
+    table = json.dumps(sorted(facts.items()))
     kinds: dict[str, list[str]] = {}
     for name in sorted(facts):
         kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
@@ -65,22 +66,36 @@ def identify(source: WeightSource) -> BaseIdentity:
     samples = hashlib.sha256()
     for name, head in sorted(heads.items()):
         samples.update(f"{name} {len(head)}\n".encode() + head)
-    return BaseIdentity(
-        os.path.abspath(source.path), hashlib.sha256(table).hexdigest(), samples.hexdigest()
-    )
+    return BaseIdentity(os.path.abspath(source.path), _sha256(table), samples.hexdigest())
 
 
-def digest_of_config(base: Path) -> str:
-    """Returns the SHA-256 of the configuration of a base, without what names its writer. A changed
-    value gives other results with the same weights. Raises ConfigError."""
+def settings_of(base: Path) -> dict[str, str]:
+    """Returns the values in the configuration of a base as JSON, long ones as their SHA-256, by
+    dotted keys, without what names its writer. A changed value gives other results with the same
+    weights. Raises ConfigError."""
+    found: dict[str, str] = {}
 
-    def told(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: told(inner) for key, inner in value.items() if key not in _OF_WRITER}
-        return value
+    def tell(table: Mapping[str, object], place: str) -> None:
+        for key, value in table.items():
+            if isinstance(value, dict) and value:
+                tell(value, f"{place}{key}.")
+            elif key not in _OF_WRITER:
+                text = json.dumps(value, sort_keys=True)
+                found[place + key] = (
+                    text if len(text) <= _MOST_SHOWN else f"SHA-256 {_sha256(text)}"
+                )
 
-    content = json.dumps(told(read_config(base)), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+    tell(read_config(base), "")
+    return found
+
+
+def digest_of_settings(settings: Mapping[str, str]) -> str:
+    """Returns the SHA-256 of `settings_of`."""
+    return _sha256(json.dumps(settings, sort_keys=True))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_identity(identity: BaseIdentity, directory: Path) -> None:

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from infinity.bounded import text_of
+from infinity.bounded import table_of, text_of
 from infinity.checkpoint.run.copy import Saving
 from infinity.checkpoint.run.directory import give_up, list_checkpoints, prune, set_aside, step_of
 from infinity.checkpoint.run.format import PROGRAM_NAME
@@ -30,22 +30,27 @@ from infinity.config import JobConfig
 from infinity.config.schema import numbers
 from infinity.config.swap import COMMITS_NAME, COPYING_NAME
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
-from infinity.tools.training.job import Job
+from infinity.tools.training.job import HELD_OUT, Job
 from infinity.tools.training.output import BEST_NAME
 from infinity.tools.training.report import Reporter, Summary
 from infinity.tools.training.trainer import check_state
 
-# Keys of the learning rate over the run, and its length. A continuation may change them on request.
+_HELD_OUT = f"the SHA-256 of the {HELD_OUT}"
+_BASE = "the base's config.json"
+# Keys of the learning rate over the run, and its length. A continuation may change them on request,
+# and so it may what the base says of itself and the data that is not learned.
 _ACCEPTED = frozenset((
     "optimizer.lr", "train.steps", "train.epochs", "train.schedule", "train.warmup_steps",
-    "train.min_lr_ratio",
+    "train.min_lr_ratio", _HELD_OUT,
 ))  # fmt: skip
 _BATCHES_KEY = "train.gradient_accumulation_steps"
 _NAMES = {_BATCHES_KEY: "train.gradient_accumulation_steps times the number of ranks"}
 _IDENTITY = "run"
 # Keys, or how they begin, that older checkpoints may lack, or have and nobody compares.
 _LATER = ("model.", "train.labels", "train.diffusion.", "the SHA-256 of")
-_EARLIER = frozenset(("precision.gradients", "train.grpo.reward_model"))
+_EARLIER = frozenset((
+    "precision.gradients", "train.grpo.reward_model", f"the SHA-256 of {_BASE}"
+))  # fmt: skip
 TRAINER_STATE = "trainer"  # The key of TRL's state in `extra`.
 
 
@@ -133,9 +138,12 @@ def _newest_before(config: JobConfig, path: Path) -> Path | None:
     return None
 
 
-def identity_of(config: JobConfig, receipt: Mapping[str, Any]) -> dict[str, Any]:
+def identity_of(
+    config: JobConfig, receipt: Mapping[str, Any], base_settings: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Returns what the numbers of a run depend on, for `extra` of a checkpoint: settings, by dotted
-    key, and the digests of a receipt (`Job.receipt`), of which an empty one has none."""
+    key, the digests of a receipt (`Job.receipt`), of which an empty one has none, and the settings
+    of the base."""
     table = config.to_dict()
     facts = {f"optimizer.{key}": table["optimizer"][key] for key in config.optimizer.keys}
     for name in ("precision", "model", "adapter", "data", "train"):
@@ -150,6 +158,8 @@ def identity_of(config: JobConfig, receipt: Mapping[str, Any]) -> dict[str, Any]
     digests = {"tokens": receipt.get("tokens_sha256"), **receipt.get("others", {})}
     digests |= {"base's table": base.get("table_sha256"), "base": base.get("samples_sha256")}
     facts |= {f"the SHA-256 of the {what}": digest for what, digest in digests.items() if digest}
+    if base_settings:
+        facts[_BASE] = dict(base_settings)
     return {_IDENTITY: facts}
 
 
@@ -158,12 +168,12 @@ def check_same_run(
 ) -> list[str]:
     """Raises ConfigError that names every changed key.
 
-    With `accept_changes` the learning rate, its schedule and the number of steps may change; then
-    returns what has, for messages.
+    With `accept_changes` those of `_ACCEPTED` and the settings of the base may change; then returns
+    what has, for messages.
     """
     before, now = _settings_of(loaded), identity[_IDENTITY]
     changed = _changes(before, now)
-    can_accept = changed.keys() <= _ACCEPTED
+    can_accept = all(key in _ACCEPTED or key.startswith(_BASE) for key in changed)
     if changed and not (accept_changes and can_accept):
         has_others = now.get(_BATCHES_KEY) != before.get(_BATCHES_KEY)
         raise ConfigError(
@@ -186,16 +196,28 @@ def _settings_of(loaded: Loaded | JobConfig) -> dict[str, Any]:
     with believing(loaded.path / PROGRAM_NAME, "the state of the run"):
         check_state(loaded.extra[TRAINER_STATE], loaded.step)
         settings = {text_of(key, "a key of its settings"): v for key, v in found.items()}
+        table_of(settings.get(_BASE, {}), _BASE)
         return {key: value for key, value in settings.items() if key not in _EARLIER}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Returns how settings have changed, by their keys."""
+    knows_base = _BASE in before and _BASE in now
+    before, now = _by_key(before, knows_base=knows_base), _by_key(now, knows_base=knows_base)
     return {
         key: f"{_NAMES.get(key, key)} is {now.get(key)!r} and was {before.get(key)!r}"
         for key in sorted({*now, *before})
-        if now.get(key) != before.get(key) and (key in before or not key.startswith(_LATER))
+        if now.get(key) != before.get(key)
+        and (key in before or not key.startswith(_LATER))
+        and (key in now or key != _HELD_OUT)  # No evaluation: none differs.
     }
+
+
+def _by_key(settings: Mapping[str, Any], *, knows_base: bool) -> dict[str, Any]:
+    """Returns settings with each of the base by a key of its own, or without these."""
+    found = dict(settings)
+    of_base = found.pop(_BASE, {})
+    return found | {f"{_BASE}: {key}": v for key, v in of_base.items() if knows_base}
 
 
 def is_of_run(path: Path, identity: dict[str, Any]) -> bool:
@@ -235,7 +257,7 @@ class RunCheckpoints:
         self._job = job
         self._reporter = reporter
         self._summary = summary
-        self._identity = identity_of(config, job.receipt())
+        self._identity = identity_of(config, job.receipt(), job.base_settings)
         # The checkpoint of one of several adapters holds no other.
         self._has_all_state = config.adapter is None or config.adapter.name is None
         self.accepted: list[str] = []  # Changes since the checkpoint, which the user has allowed.
@@ -250,6 +272,11 @@ class RunCheckpoints:
                 self.accepted = check_same_run(
                     self._job.resume, self._identity, accept_changes=accept_changes
                 )
+            if any(_HELD_OUT in change for change in self.accepted):
+                # Losses of other data are not comparable: the lowest one begins anew.
+                state = self._job.resume.extra[TRAINER_STATE]
+                state["best_metric"] = None
+                state["stateful_callbacks"].pop("EarlyStoppingCallback", None)
             for path in chain(*map(list_checkpoints, self._config.commit_directories)):
                 with suppress(CorruptionError):
                     check_same_run(read_program(path), self._identity, accept_changes=True)

@@ -29,12 +29,18 @@ from infinity.modules.tiling.layers import Tiled
 from infinity.sizes import format_nbytes
 from infinity.state.spare_generations import is_elsewhere
 from infinity.tools.training.adapter import adapter_nbytes
-from infinity.tools.training.base_identity import digest_of_config, identify, sha256_of
+from infinity.tools.training.base_identity import (
+    digest_of_settings,
+    identify,
+    settings_of,
+    sha256_of,
+)
 from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.embedding import digest_of, token_ids
 from infinity.tools.training.images import digest_of_images, most_nbytes
 from infinity.tools.training.job_data import (
     JobData,
+    TokenFile,
     check_ends,
     measure,
     open_data,
@@ -49,6 +55,8 @@ from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 from infinity.tools.training.trainer import make_trainer
 
+HELD_OUT = "held-out data"  # Its digest in `Job.others`.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -60,6 +68,7 @@ class Job:
     num_tokens: int
     tokens_sha256: str
     base: dict[str, Any] | None  # The identity of the base's weights.
+    base_settings: dict[str, str]  # Of its config.json: `settings_of`.
     others: dict[str, str]  # The SHA-256 of what else the numbers depend on.
     trainer: Any  # Over the model on meta.
     num_steps: int  # Of the whole run.
@@ -173,38 +182,62 @@ def _prepare(
         teacher = Teacher(config.train.distill, plan.vocab_size, tokenizer, reference, where)
         teacher.refuse_unknown([trainer.train_dataset, trainer.eval_dataset])
         trainer.teacher = teacher
-    num_tokens, largest, sha256 = _measured(trainer, config, data)
+    _check_ends(trainer, config)
+    num_tokens, largest, sha256 = _measured(trainer.train_dataset, trainer, config, data.files)
     if tokenizer is not None:
         refuse_stranger(largest, tokenizer, plan.vocab_size, "data.paths")
+    base_settings = {} if plan.weights is None else settings_of(plan.weights.path)
     return Job(
         plan=plan, tokenizer=tokenizer, data=data, model=model, reference=reference,
-        num_tokens=num_tokens, tokens_sha256=sha256, others=_others(trainer, config, plan),
+        num_tokens=num_tokens, tokens_sha256=sha256,
+        others=_others(trainer, config, base_settings) | _held_out(trainer, config, data),
         base=None if plan.weights is None else asdict(identify(plan.weights)),
+        base_settings=base_settings,
         trainer=trainer, num_steps=trainer.count_steps(), prompt_ids=prompt_ids, output=output,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         resume=resume, rank=rank, sampler=sampler, started_s=started_s,
     )  # fmt: skip
 
 
-def _measured(trainer: Any, config: JobConfig, data: JobData) -> tuple[int, int, str]:
+def _check_ends(trainer: Any, config: JobConfig) -> None:
+    """Raises ConfigError for a sequence without the token at which a head over sequences reads."""
+    scores = config.train.facts.purpose == "scores sequences"
+    if scores and (end := end_of_head(trainer.model.config)) is not None:
+        check_ends(filter(None, (trainer.train_dataset, trainer.held_out)), end)
+
+
+def _measured(
+    rows: Any, trainer: Any, config: JobConfig, files: Sequence[TokenFile]
+) -> tuple[int, int, str]:
+    """Returns the number of tokens in rows, the largest, and their SHA-256."""
+    length = config.data.sequence_length
     if config.train.grpo is not None:
         return measure_prompts(trainer, config)
     if config.train.diffusion is not None:
-        return measure_images(trainer.train_dataset, cache_of(config))
-    rows, length = trainer.train_dataset, config.data.sequence_length
-    scores = config.train.facts.purpose == "scores sequences"
-    if scores and (end := end_of_head(trainer.model.config)) is not None:
-        check_ends(filter(None, (rows, trainer.eval_dataset)), end)
+        return measure_images(rows, cache_of(config))
     if config.train.embed is not None:
         rows = token_ids(rows, trainer.model.tokenizer, length)
-    return measure(rows, data.files, length)
+    return measure(rows, files, length)
 
 
-def _others(trainer: Any, config: JobConfig, plan: ModelPlan) -> dict[str, str]:
+def _held_out(trainer: Any, config: JobConfig, data: JobData) -> dict[str, str]:
+    """Returns the digest of the data that is evaluated, by its name; none without such data."""
+    if trainer.held_out is None:
+        return {}
+    rows = trainer.held_out
+    sha256 = _measured(rows, trainer, config, data.files[-1:])[2]
+    return {HELD_OUT: sha256 + digest_of_images(rows) if _has_images(rows) else sha256}
+
+
+def _has_images(rows: Any) -> bool:
+    return "images_sha256" in (getattr(rows, "column_names", None) or ())
+
+
+def _others(trainer: Any, config: JobConfig, base_settings: dict[str, str]) -> dict[str, str]:
     found = {} if trainer.teacher is None else {"teacher": trainer.teacher.sha256}
-    if plan.weights is not None:
-        found["base's config.json"] = digest_of_config(plan.weights.path)
-    if "images_sha256" in (getattr(trainer.train_dataset, "column_names", None) or ()):
+    if base_settings:
+        found["base's config.json"] = digest_of_settings(base_settings)
+    if _has_images(trainer.train_dataset):
         found["images"] = digest_of_images(trainer.train_dataset)
     if trainer.denoising is not None:
         found["numbers of VAE and scheduler"] = trainer.denoising.sha256()

@@ -484,8 +484,8 @@ def train(
     `trace` writes a timeline of some steps, also if the run ends early. `resume` continues from the
     newest checkpoint of `[checkpoint]`, or begins if there is none. `resume_from` continues from
     one checkpoint, or from the newest in a directory. `accept_changes` continues also with another
-    learning rate, schedule or number of steps, and prints what differs. With `[[adapter]]` the
-    summary is the first one's, and has those of all.
+    learning rate, schedule, number of steps, held-out data or config.json of the base, and prints
+    what differs. With `[[adapter]]` the summary is the first one's, and has those of all.
     """
     config = JobConfig.of(config)
     require_trackers(config.train.report_to)

@@ -219,7 +219,8 @@ def _leave_out(*_: Any, **__: Any) -> Any:
 class RunTrainer(OffloadedTrainer):
     """The methods in which TRL's trainers differ for a run. `make_trainer` mixes them in."""
 
-    eval_dataset: Any
+    eval_dataset: Any  # The rows of an evaluation.
+    held_out: Any  # All that could be evaluated.
     optimizer: Any
     state: Any
     job_run: Any  # The `Run` of `program.py`.
@@ -254,6 +255,7 @@ class RunTrainer(OffloadedTrainer):
                 "out",
                 num_ranks=rank.count if self.args.dataloader_drop_last else 1,
             )
+        self.held_out = self.eval_dataset
         if self.eval_dataset is not None:
             most = config.train.eval_batches * config.train.batch_size
             rows = min(len(self.eval_dataset), most)
