@@ -31,7 +31,7 @@ from infinity.tools import logprobs
 from infinity.tools.scoring import program
 from infinity.tools.scoring.program import Request
 from infinity.tools.scoring.sequences import read_sequences
-from infinity.tools.training.tokenizers import open_tokenizer
+from infinity.tools.training.tokenizers import ByteTokenizer, open_tokenizer
 from tests.parity.zoo import ZOO
 from tests.support.file_systems import failing
 from tests.support.offloading import offloaded, swap_config
@@ -410,6 +410,16 @@ def test_a_row_holds_no_number_that_json_lacks(request_of: Request, tmp_path: Pa
     overflowed, unknown = rows_of(request_of.output)
     assert overflowed["perplexity"] is None and overflowed["mean_logprob"] == -800
     assert unknown["logprobs"] == [None, None] and unknown["sum_logprob"] is None
+
+
+def test_pieces_of_a_text_file_lack_the_begin_of_a_text_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "text.txt").write_text("ab")
+    monkeypatch.setattr(ByteTokenizer, "begin", lambda _, text: [1, *text.encode()])
+    (found,) = read_sequences([tmp_path / "text.txt"], tmp_path, 256, None)
+    assert bytes(found.ids) == b"ab" and "begins a text with a token of its own" in caplog.text
 
 
 def test_a_model_without_a_tokenizer_reads_bytes_and_says_so(

@@ -265,6 +265,18 @@ def test_hugging_face_token_outside_the_vocabulary_is_shown_as_text(tmp_path, wo
         tokenize([path], HuggingFaceTokenizer(word_tokenizer), vocab_size=4)
 
 
+@pytest.mark.parametrize("call", ["encode", "begin"])
+def test_a_text_that_a_tokenizer_without_an_unknown_token_lacks_is_refused(word_tokenizer, call):
+    file = word_tokenizer / "tokenizer.json"
+    table = json.loads(file.read_text())
+    del table["model"]["vocab"]["<unk>"]
+    file.write_text(json.dumps(table | {"added_tokens": table["added_tokens"][1:]}))
+    own = HuggingFaceTokenizer(word_tokenizer)
+    assert getattr(own, call)("one") == [2]
+    with pytest.raises(ConfigError, match=r"tokenizer cannot encode a text: .*Missing \[UNK\]"):
+        getattr(own, call)("one four")
+
+
 def test_directory_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="data.tokenizer"):
         open_tokenizer(tmp_path / "nowhere")

@@ -19,7 +19,7 @@ from infinity.tools.training.chat import CHATML, encode_chats, num_shared
 from infinity.tools.training.data_files import collect_files, read_rows, read_utf8
 from infinity.tools.training.records import NOT_LEARNED, has_messages, kind_of_columns, load_records
 from infinity.tools.training.settle import settle, tokenizer_of
-from infinity.tools.training.tokenizers import Tokenizer, open_same, open_tokenizer
+from infinity.tools.training.tokenizers import Tokenizer, open_same, open_tokenizer, refusing_texts
 
 _log = logging.getLogger("infinity")
 
@@ -57,9 +57,15 @@ def read_sequences(
         tokenizer = open_tokenizer(choice.value)
         texts, records = collect_files([DataSource.model_validate(str(path)) for path in paths])
         if texts:
+            if tokenizer.begin("a") != tokenizer.encode("a"):
+                _log.warning(
+                    "the tokenizer begins a text with a token of its own, and pieces of a text "
+                    'file have none; {"text": ...} in a .jsonl file has it'
+                )
             found = list(_of_texts(texts, tokenizer, max_length))
         else:
-            found = list(_of_records(records, tokenizer, vocab_size))
+            with refusing_texts(tokenizer.name):
+                found = list(_of_records(records, tokenizer, vocab_size))
     if not found:
         raise ConfigError(f"{paths[0]}: expected two tokens or more, in pieces of at least two")
     for sequence in found:

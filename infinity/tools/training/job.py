@@ -52,7 +52,7 @@ from infinity.tools.training.model import ModelPlan, build_model, build_referenc
 from infinity.tools.training.output import OutputDirectory
 from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.teacher import Teacher
-from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
+from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer, refusing_texts
 from infinity.tools.training.trainer import make_trainer
 
 HELD_OUT = "held-out data"  # Its digest in `Job.others`.
@@ -116,10 +116,13 @@ def prepare(
     sampler = sampler_of(config)
     read = read_model(config)
     model = build_model(read[0], config, configs[1:])
-    jobs = [
-        _prepare(config, stack, resume, rank, model, *read, sampler=sampler, started_s=started_s)
-        for config, resume in zip(configs, resumed, strict=True)
-    ]
+    with refusing_texts(str(config.data.tokenizer)):
+        jobs = [
+            _prepare(
+                config, stack, resume, rank, model, *read, sampler=sampler, started_s=started_s
+            )
+            for config, resume in zip(configs, resumed, strict=True)
+        ]
     has_text = jobs[0].tokenizer is not None and jobs[0].data.processor is None
     if config.model.path is not None and has_text:
         where, trusts_code = str(config.model.path / "config.json"), config.model.trust_remote_code

@@ -19,6 +19,7 @@ import binascii
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -123,13 +124,15 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without special tokens."""
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        with refusing_texts(self.name):
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return list(ids)
 
     def begin(self, text: str) -> list[int]:
         """Returns the ids of a text that a model is to continue: behind the special tokens that the
         tokenizer puts before a text, unless it has them, and without those at its end."""
-        ids, own = list(self.tokenizer(text, verbose=False)["input_ids"]), self.encode(text)
+        own = self.encode(text)
+        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
         lengths = range(len(ids) - len(own) + 1)
         before = next((ids[:n] for n in lengths if ids[n : n + len(own)] == own), [])
         return own if own[: len(before)] == before else before + own
@@ -157,6 +160,21 @@ def open_tokenizer(which: Path | str) -> Tokenizer:
     """Opens the settled `data.tokenizer`: "bytes", or a local Hugging Face directory."""
     assert which != "auto", "training.settle has not been asked"
     return ByteTokenizer() if which == "bytes" else HuggingFaceTokenizer(Path(which))
+
+
+@contextmanager
+def refusing_texts(name: str) -> Iterator[None]:
+    """Turns the exception for a text that the tokenizer `name` cannot encode into a ConfigError.
+    The library in Rust raises no kind of its own."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise ConfigError(
+            f"data.tokenizer: {name} cannot encode a text: {error}. Use the model's own tokenizer, "
+            "or texts whose words it has"
+        ) from error
 
 
 def open_same(tokenizer: Tokenizer, directory: Path, key: str) -> Any:
