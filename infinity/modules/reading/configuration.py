@@ -229,6 +229,7 @@ _KINDS: dict[Purpose, dict[str, str]] = {
 # How the classes of reward models and classifiers end, and what they call their heads.
 OF_LABELS = "ForSequenceClassification"
 HEADS = ("score", "classifier", "classification_head", "logits_proj")
+_OTHER_TEXT = "its encoder takes other text than its decoder"
 _ROUTERS = ("gate", "shared_expert_gate", "shared_experts_gate")
 
 
@@ -287,6 +288,7 @@ def auto_class(
     if trusts_code and coded:
         return coded[0]
     remedy = "model.trust_remote_code = true runs the code of the directory" if own else (
+        _OTHER_TEXT if getattr(hf_config, "is_encoder_decoder", False) else
         "a newer transformers may have one"
     )  # fmt: skip
     raise ConfigError(
@@ -315,7 +317,7 @@ def model_for_text(
             elif model.get_output_embeddings() is None:
                 refusal = "it has no head"
             if not scores_sequences(model) and getattr(model.config, "is_encoder_decoder", False):
-                refusal = "its encoder takes other text than its decoder"
+                refusal = _OTHER_TEXT
             model(input_ids=ids, **options)
         except Exception as error:  # Of another kind: it needs values.
             is_asking = isinstance(error, (TypeError, ValueError))
