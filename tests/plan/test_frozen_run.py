@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from infinity.plan.hardware import UNSURE, Device
 from infinity.plan.model import model_for, model_of_module
 from infinity.tools.plan import rehearsal
 from infinity.tools.plan.measure import measure
+from tests.support.every_type import tiny_config
 from tests.support.exhaustive import sampled
 from tests.support.machines import ANY_MACHINE
 from tests.support.quantized import tiny_causal_lm
@@ -152,3 +154,15 @@ def test_a_step_of_an_adapter_is_planned_as_long_as_its_rehearsal_took(
     planned = forecast(settings, model, machine, batch).step
     assert planned.busy_s["compute"] == pytest.approx(1.0, rel=0.05)
     assert "computing" in measure(settings, model, batch).source.partition(UNSURE)[2]
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "bamba", "lfm2"])
+def test_blocks_are_made_where_a_configuration_computes_their_kinds(model_type: str) -> None:
+    """Falcon-H1 and Bamba have a list of kinds that cannot be set."""
+    config = tiny_config(model_type)
+    config.num_hidden_layers = 4
+    if model_type == "lfm2":
+        config.layer_types = ["conv", "full_attention"] * 2
+    model: Any = SimpleNamespace(hf_config=config, frozen=None)
+    own = rehearsal._own_blocks(model, torch.float32)
+    assert len(own.model.layers) == rehearsal._NUM_BLOCKS < 4

@@ -170,17 +170,18 @@ def _own_blocks(model: PlannedModel, dtype: torch.dtype) -> Any:
 
     config = copy.deepcopy(model.hf_config)
     text = config.get_text_config()
-    text.vocab_size = _VOCABULARY
-    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    text.num_hidden_layers = min(_NUM_BLOCKS, text.num_hidden_layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[: text.num_hidden_layers]
 
     def made() -> Any:
         own = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         return with_new_adapters(own, adapters).train()
 
     try:
+        text.vocab_size = _VOCABULARY
+        text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+        text.num_hidden_layers = min(_NUM_BLOCKS, text.num_hidden_layers)
+        # Some configurations, such as that of Falcon-H1, compute the list.
+        if len(getattr(text, "layer_types", None) or ()) > text.num_hidden_layers:
+            text.layer_types = text.layer_types[: text.num_hidden_layers]
         with torch.device("meta"):
             is_small = _ample_nbytes(made()) <= available_host_nbytes() // 2
         return made() if is_small else None
