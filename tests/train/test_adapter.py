@@ -337,6 +337,20 @@ def test_an_adapter_that_eva_began_is_continued_over_its_base(tmp_path, table) -
     assert_same(saved, own, is_ordered=False)
 
 
+def test_an_adapter_of_mica_is_merged_and_not_continued(tmp_path, table) -> None:
+    """It trains one of two factors."""
+    base = save_base(tmp_path / "base")
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights="mica"
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "saved")
+    table["adapter"] = {"resume": str(tmp_path / "saved")}
+    with pytest.raises(ConfigError, match=r"\(mica\).*`infinity merge` makes one model"):
+        run(table)
+    plan_merge(base, tmp_path / "saved")
+
+
 def test_targets_that_the_model_lacks_are_refused(tmp_path, table) -> None:
     save_base(tmp_path / "base")
     table["adapter"] = {"targets": ["no_such_proj"]}

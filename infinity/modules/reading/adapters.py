@@ -75,7 +75,7 @@ def refuse_other_base(model: nn.Module, *, has_files: bool) -> None:
             raise ConfigError(
                 f"adapter {name!r} takes its first values from the base's weights ({start}), which "
                 "infinity.init_empty_weights leaves to offload; build the base in memory, outside "
-                "of that block"
+                "of that block. `infinity merge` makes one model of a base and a saved adapter"
             )
         if has_files and changes_base(config):
             raise ConfigError(

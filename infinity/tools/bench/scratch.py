@@ -88,7 +88,8 @@ def reserve(volume: Volume, sizes_nbytes: Sequence[int]) -> list[tuple[Extent, .
     except CapacityError as error:
         raise CapacityError(
             "nvme", needed_nbytes=error.needed_nbytes, available_nbytes=error.available_nbytes,
-            key="tiers.nvme.path", remedy="choose a smaller --size, or free space on the drive",
+            key="tiers.nvme.path",
+            remedy="free space on the drive, or name another; infinity bench has --size",
             detail=f"the drive of {volume.file_paths[0]} is too full to measure on",
         ) from error  # fmt: skip
 
