@@ -241,8 +241,7 @@ class RunTrainer(OffloadedTrainer):
         # The trainers of a process share it, and those of several adapters take turns.
         self._gradient_state = copy.deepcopy(vars(self.accelerator.gradient_state))
         self._take_gradient_state(self.accelerator)
-        self._nonfinite = config.train.nonfinite
-        self._patience = config.train.early_stopping_patience
+        self._options = config.train
         self._num_skipped = 0  # In a row.
         self._ended_step = 0
         self._now = Step()
@@ -300,7 +299,7 @@ class RunTrainer(OffloadedTrainer):
         from transformers import TrainerState
 
         self._ended_step = int(state["global_step"])
-        state, is_over = with_patience(state, self._patience)
+        state, is_over = with_patience(state, self._options.early_stopping_patience)
         found, steps = TrainerState(**state), self.count_steps()
         found.compute_steps(self.args, steps)
         found.train_batch_size = self.args.train_batch_size
@@ -425,7 +424,7 @@ class RunTrainer(OffloadedTrainer):
         except NonFiniteError as error:
             self.offloaded_optimizer.zero_grad()
             self._num_skipped += 1
-            if self._nonfinite == "error" or self._num_skipped > MOST_SKIPPED:
+            if self._options.nonfinite == "error" or self._num_skipped > MOST_SKIPPED:
                 raise
             now.skipped = str(error)
 
@@ -443,7 +442,7 @@ class RunTrainer(OffloadedTrainer):
         now = self._now
         value = next((loss for loss in now.losses if not math.isfinite(loss)), now.loss)
         is_spoilt = now.spoilt is not None
-        if self._rank.count > 1 and self._nonfinite == "skip":
+        if self._rank.count > 1 and self._options.nonfinite == "skip":
             # The other ranks continue meanwhile.
             unit = None if is_spoilt else "a module on another rank"
             return NonFiniteError(f"the loss ({value})", step=step, unit=unit)
