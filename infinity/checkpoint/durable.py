@@ -111,12 +111,14 @@ def make_directory(directory: Path) -> None:
             directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             paths = (directory, *directory.parents)
-            present = next((path for path in paths if path.exists()), directory)
+            present = next((path for path in paths if os.path.lexists(path)), directory)
+            is_astray = present.is_symlink() and not present.exists()
+            what = f"a link to {os.readlink(present)}, which is not there" * is_astray or "a file"
             raise StorageError(
                 error.errno or 0,
                 operation="create",
                 path=str(directory),
-                detail=f"{present} is a file; expected a directory, or a name that is free",
+                detail=f"{present} is {what}; expected a directory, or a name that is free",
             ) from None
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from infinity.checkpoint import export_safetensors
+from infinity.checkpoint.durable import make_directory
+from infinity.errors import StorageError
 from infinity.tools.convert.quantize import plan_quantize
 from infinity.tools.convert.rewrite import write_directory
 from tests.support.quantized import tiny_causal_lm, write_quantized
@@ -78,3 +80,14 @@ def test_the_texts_of_an_export_are_synced_before_the_weights_get_their_names(
     last = max(index for index in synced if index < first)
     texts = {path.name for path in files if "safetensors" not in path.name} - {"mine.txt"}
     assert texts <= {recorder.events[index].name for index in moved if index < last}  # type: ignore[union-attr]
+
+
+def test_what_stands_in_the_place_of_a_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "astray").symlink_to("nowhere/there")
+    (tmp_path / "file").touch()
+    said = f"{tmp_path}/astray is a link to nowhere/there, which is not there; expected a directory"
+    for name in ("astray", "astray/in"):
+        with pytest.raises(StorageError, match=said):
+            make_directory(tmp_path / name)
+    with pytest.raises(StorageError, match=f"{tmp_path}/file is a file; expected a directory"):
+        make_directory(tmp_path / "file" / "in")
