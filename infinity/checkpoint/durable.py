@@ -112,8 +112,9 @@ def make_directory(directory: Path) -> None:
         except (FileExistsError, NotADirectoryError) as error:
             paths = (directory, *directory.parents)
             present = next((path for path in paths if os.path.lexists(path)), directory)
-            is_astray = present.is_symlink() and not present.exists()
-            what = f"a link to {os.readlink(present)}, which is not there" * is_astray or "a file"
+            what = "a file"
+            if not present.exists():
+                what = f"a link to {os.readlink(present)}, which is not there"
             raise StorageError(
                 error.errno or 0,
                 operation="create",
