@@ -44,7 +44,7 @@ from infinity.config import SwapConfig
 from infinity.config.extras import TRIED, require_release
 from infinity.config.schema import changed
 from infinity.engine.registry import AGAIN, engine_of, find_engine, owner_of
-from infinity.errors import ConfigError, UnsupportedError, reporting
+from infinity.errors import ConfigError, UnsupportedError, listed, reporting
 from infinity.integrations.card import fill
 from infinity.integrations.sampler import ServerSampler
 from infinity.integrations.windows import LayerMajorSteps, choose_order
@@ -196,10 +196,9 @@ def _take_adapter(model: nn.Module, optimizer: Any) -> None:
     is_in_use = optimizer is not None or has_older
     if again is None or is_in_use or not own <= adapters or not engine.leave_empty():
         raise ConfigError(
-            f"{next(iter(strays))!r} and {len(strays) - 1} more were added to the model after "
-            "infinity.offload, which does not know them. Give the adapter to "
-            "infinity.from_pretrained(path, config, peft_config), and the trainer no peft_config; "
-            "or run the program as it is: `infinity run`"
+            f"{listed([*strays])} came into the model after infinity.offload, which does not know "
+            "them. Give the adapter to infinity.from_pretrained(path, config, peft_config), and "
+            "the trainer no peft_config; or run the program as it is: `infinity run`"
         )
     _log.warning(
         "the trainer's peft_config came after the model was offloaded, so the model is offloaded a "

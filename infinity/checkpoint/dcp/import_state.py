@@ -197,7 +197,7 @@ class _Directory:
         best = min(lacks.values(), key=len)
         tensors = [key for key in self._items if self._is_tensor(key)]
         raise ConfigError(
-            f"{self.path} lacks {best[0]!r} and {len(best) - 1} more of the model's "
+            f"{self.path} lacks {listed(best)} of the model's "
             f"{len(wanted)} parameters; it has {len(tensors)} tensors, e.g. {tensors[:3]}. Is it a "
             "checkpoint of this model?"
         )

@@ -495,8 +495,8 @@ def _compare_forms(
 def _compare_names(expected: set[str], found: set[str], path: Path) -> None:
     missing, surplus = sorted(expected - found), sorted(found - expected)
     if missing or surplus:
-        what = [f"it lacks {missing[0]!r} and {len(missing) - 1} more"] if missing else []
-        what += [f"it has {surplus[0]!r} and {len(surplus) - 1} more"] if surplus else []
+        what = [f"it lacks {listed(missing)}"] if missing else []
+        what += [f"it has {listed(surplus)}"] if surplus else []
         if any(".tiles." in name for name in missing + surplus):
             what += ["moments of eight bits need schedule.tile as it was for that run"]
         raise ConfigError(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from infinity.errors import UnsupportedError
+from infinity.errors import UnsupportedError, listed
 from infinity.modules.autograd.hooks import BackwardCalls
 from infinity.modules.autograd.param import OffloadedParam, ParamTable
 from infinity.modules.autograd.threads import OwnProcess
@@ -228,9 +228,8 @@ class ParamGrads:
 
 
 def _frozen(*names: str) -> UnsupportedError:
-    more = f" and {len(names) - 4} others" if len(names) > 4 else ""
     return UnsupportedError(
-        f"{', '.join(map(repr, names[:4]))}{more} had no requires_grad when the model was "
-        "offloaded, so there is no space for a gradient and no optimizer state; set requires_grad "
-        "before infinity.offload, also on adapters that are to be trained"
+        f"{listed(names)} had no requires_grad when the model was offloaded, so there is no space "
+        "for a gradient and no optimizer state; set requires_grad before infinity.offload, also on "
+        "adapters that are to be trained"
     )

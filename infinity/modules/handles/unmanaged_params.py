@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, listed
 from infinity.modules.handles.handle import Handle
 
 
@@ -44,17 +44,17 @@ class UnmanagedParams:
                 found[name] = id(parameter), parameter._version
         if found and num_ranks > 1:
             raise ConfigError(
-                f"{next(iter(found))!r} and {len(found) - 1} others were added to the model after "
-                "infinity.offload; each rank would train them by its own gradients, and the ranks "
-                "would diverge. Add adapters and heads before infinity.offload, or freeze them"
+                f"{listed([*found])} came into the model after infinity.offload; each rank would "
+                "train them by its own gradients, and the ranks would diverge. Add adapters and "
+                "heads before infinity.offload, or freeze them"
             )
         untrained = self._untrained(found)
         if untrained:
             raise ConfigError(
-                f"{untrained[0]!r} and {len(untrained) - 1} others were added to the model after "
-                "infinity.offload; they receive gradients, but no optimizer changes them. Add "
-                "adapters and heads before infinity.offload, freeze them, or train them with an "
-                "optimizer of torch.optim that exists before the step of infinity's optimizer"
+                f"{listed(untrained)} came into the model after infinity.offload; they receive "
+                "gradients, but no optimizer changes them. Add adapters and heads before "
+                "infinity.offload, freeze them, or train them with an optimizer of torch.optim "
+                "that exists before the step of infinity's optimizer"
             )
         self._seen = found
         self._stepped.clear()

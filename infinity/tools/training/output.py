@@ -27,7 +27,7 @@ from infinity.checkpoint.durable import make_directory, replace_file
 from infinity.config import ConfigSource, JobConfig, SwapConfig
 from infinity.config.paths import RUN_NAMES
 from infinity.config.source import override
-from infinity.errors import ConfigError, StorageError, refusing, reporting
+from infinity.errors import ConfigError, StorageError, listed, refusing, reporting
 from infinity.storage.lock_file import is_same_file, try_lock
 from infinity.tools.training.metrics import is_metrics
 
@@ -116,10 +116,9 @@ class OutputDirectory:
         self.is_unmarked = bool(names) and MARKER_NAME not in names
         is_inside = resumed is not None and resumed.resolve().is_relative_to(directory.resolve())
         if self.is_unmarked and not is_inside:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ConfigError(
                 f"output.directory: {directory} has files that no run of infinity wrote "
-                f"({names[0]!r}{more}): there is no {MARKER_NAME}, by which the directory of a run "
+                f"({listed(names)}): there is no {MARKER_NAME}, by which the directory of a run "
                 "is known. Name another directory, or empty it; if a run of yours wrote it and "
                 f"only that file was lost, go on after `touch {directory / MARKER_NAME}`"
             )
