@@ -52,9 +52,7 @@ class GradientTraffic:
             touched_nbytes = (
                 0  # The device has widened them where they are, and its copy engine moved them.
             )
-        summed = self._sum_up(
-            unit, tier, nbytes, touched_nbytes, after=[out, *freed], is_first=is_first
-        )
+        summed = self._sum_up(unit, tier, nbytes, touched_nbytes, out, is_first=is_first)
         if load.sharded.sums is not None:
             self.sums[unit] = summed
 
@@ -65,15 +63,16 @@ class GradientTraffic:
         return [None]
 
     def _sum_up(
-        self, unit: int, tier: str, nbytes: int, touched_nbytes: int, *,
-        after: Sequence[int | None], is_first: bool,
-    ) -> int:  # fmt: skip
-        """Adds gradients that reached the host to the sum there, or on NVMe."""
-        name, before = f"gradients of {self._log.job.units[unit].name}", list(after)
+        self, unit: int, tier: str, nbytes: int, touched_nbytes: int, out: int, *, is_first: bool
+    ) -> int:
+        """Adds gradients that reached the host by `out` to the sum there, or on NVMe."""
+        name = f"gradients of {self._log.job.units[unit].name}"
+        freed = self._free_gradient_buffer(tier)
+        before: list[int | None] = [out, *freed]
         stays = unit in self._log.sums.kept
         if tier == "nvme" and not is_first and not stays:
             last = self._log.written_gradients.get(unit)
-            before.append(self._log.nvme(READ, name, nbytes, [last, *after[1:]]))
+            before.append(self._log.nvme(READ, name, nbytes, [last, *freed]))
         if touched_nbytes:
             duration_s = touched_nbytes / self._log.rates.host
             summed = self._log.add(self._log.update_track, name, duration_s, after=before)
@@ -140,8 +139,8 @@ class GradientTraffic:
             freed = self._free_gradient_buffer(load.gradients)
             out = self._log.move(D2H, name, load.gradient_nbytes, [out, *freed])
             touched_nbytes = (1 if is_first else 3) * load.gradient_nbytes
-            self._sum_up(unit, load.gradients, load.gradient_nbytes, touched_nbytes,
-                         after=[out, *freed], is_first=is_first)  # fmt: skip
+            nbytes = load.gradient_nbytes
+            self._sum_up(unit, load.gradients, nbytes, touched_nbytes, out, is_first=is_first)
             return
         if not self._log.job.shares_host_memory:
             after = [self._log.move(D2H, name, load.leaving_nbytes, after)]
@@ -154,9 +153,8 @@ class GradientTraffic:
         # Each rank's gradients are read, widened to fp32, divided and added; then the sum is
         # written.
         touched_nbytes = (3 * sharded.count + (2 if is_first else 3)) * load.gradient_nbytes
-        freed = self._free_gradient_buffer(load.gradients)
-        summed = self._sum_up(unit, load.gradients, load.gradient_nbytes, touched_nbytes,
-                              after=[out, *freed], is_first=is_first)  # fmt: skip
+        nbytes = load.gradient_nbytes
+        summed = self._sum_up(unit, load.gradients, nbytes, touched_nbytes, out, is_first=is_first)
         if load.gradients == "device" and not self._log.job.shares_host_memory:
             self.out[-1] = self._log.move(H2D, name, load.gradient_nbytes, [summed])
 

@@ -226,11 +226,11 @@ class _Draft:
                 use = job.uses[move.use]
                 if not move.is_backward:
                     self.log.pass_name = forward_pass
-                    self._forward(move, pending)
+                    self._compute(move, pending)
                     self._save(move.use, use)
                     continue
                 self.log.pass_name = "backward"
-                self._backward(move, self._restore(move.use, use))
+                self._compute(move, pending, self._restore(move.use, use))
                 for unit, at_rest in complete:  # Their chunks were read in the meantime.
                     self._update_early(unit, at_rest)
                 complete.clear()
@@ -280,9 +280,11 @@ class _Draft:
     def _gradients_of(self, move: Move) -> tuple[int, ...]:
         return self.log.job.uses[move.use].units if move.has_gradients else ()
 
-    def _forward(self, move: Move, pending: set[int]) -> None:
-        use, ready = self.log.job.uses[move.use], [self._pass_in(move)]
-        for unit in use.units:
+    def _compute(self, move: Move, pending: set[int], saved: int | None = None) -> None:
+        """Fetches what a use needs, computes, and releases it. `saved`: the end of the copies of
+        its input, in a backward."""
+        use, ready = self.log.job.uses[move.use], [saved, self._pass_in(move)]
+        for unit in self._fetches.units_of(move):
             is_pending = unit in pending
             pending.discard(unit)
             ready.append(self._fetch(unit, is_pending=is_pending))
@@ -294,17 +296,6 @@ class _Draft:
         for unit in use.units:
             if unit in self._updates.unwritten:
                 self._updates.write_weights(unit, [self._updates.unwritten.pop(unit), computed])
-        self._fetches.release(use, computed)
-
-    def _backward(self, move: Move, saved: int | None) -> None:
-        use = self.log.job.uses[move.use]
-        ready = [*(self._fetch(unit) for unit in self._fetches.units_of(move)), saved]
-        ready.append(self._pass_in(move))
-        duration_s = self.log.rates.product_s(use, move.forwards) + self._hold_s(use)
-        ready = self._decode(use, ready)
-        computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
-        self._computed.append(computed)
-        self._pass_out(move, computed)
         self._fetches.release(use, computed)
 
     def _pass_in(self, move: Move) -> int | None:
@@ -372,7 +363,7 @@ class _Draft:
         is_kept = self._fetches.kept.for_update
         return self._updates.of_shard(unit, ready, is_kept=is_kept)
 
-    def _fetch(self, unit: int, *, is_pending: bool = False) -> int | None:
+    def _fetch(self, unit: int, *, is_pending: bool) -> int | None:
         """Fetches weights to the place of use; returns the operation that the use waits for."""
         load = self.log.job.units[unit]
         is_updated = is_pending and load.update_nbytes > 0

@@ -6,8 +6,9 @@ each tensor from its shards. Everything that the metadata shows is checked befor
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,28 +73,29 @@ def import_dcp(
     with engine.at_rest(_NAME) as state:
         state.forget_gradients()
         if optimizer is not None:
-            _load_moments(state, lambda name, kind: found.read_fp32(moments.get((name, kind))))
+            _load_moments(state, found, moments)
     if optimizer is not None and named is not None:
         optimizer.restore_named_state(named)
 
 
-def _load_moments(state: StateAccess, read: Callable[[str, str], torch.Tensor | None]) -> None:
-    last: tuple[StateTensor, torch.Tensor | None] | None = None
+def _load_moments(
+    state: StateAccess, found: _Directory, moments: Mapping[tuple[str, str], str]
+) -> None:
+    """Reads the moments that the directory has; the others become zeros."""
+
+    @functools.lru_cache(maxsize=1)  # A tensor is filled part by part.
+    def values_of(tensor: StateTensor) -> torch.Tensor:
+        key = moments[tensor.spec.name, tensor.state_kind.value]
+        return in_memory_order(found.read(key).float(), tensor.full)
 
     def fill(tensor: StateTensor, start: int, target: torch.Tensor) -> None:
-        nonlocal last
-        if last is None or last[0] is not tensor:
-            value = read(tensor.spec.name, tensor.state_kind.value)
-            last = tensor, None if value is None else in_memory_order(value, tensor.full)
         start += tensor.start
-        if last[1] is None:
-            target.zero_()
-        else:
-            target.copy_(last[1][start : start + target.numel()])
+        target.copy_(values_of(tensor)[start : start + target.numel()])
 
     for unit, tensors in kept_tensors(state):
         for state_kind in unit.moments.kinds:
-            fill_state_kind(state, unit, state_kind, tensors, fill)
+            saved = [t for t in tensors if (t.spec.name, state_kind.value) in moments]
+            fill_state_kind(state, unit, state_kind, saved, fill)
 
 
 class _Directory:
@@ -127,10 +129,6 @@ class _Directory:
         assert isinstance(item, TensorStorageMetadata)
         return torch.empty(item.size, dtype=item.properties.dtype, device="cpu")
 
-    def read_fp32(self, key: str | None) -> torch.Tensor | None:
-        """Returns a fresh fp32 host tensor; None for None. Raises as `read`."""
-        return None if key is None else self.read(key).float()
-
     def _load(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Fills the tensors of `wanted`, and gives the other keys the objects that were saved."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
@@ -155,13 +153,22 @@ class _Directory:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         wanted = {group[0]: group for group in names.values()}
-        for prefix in _MODEL_PREFIXES:
-            keys = {first: self._one_of(prefix, group) for first, group in wanted.items()}
-            if all(keys.values()):
-                break
-        else:
-            self._refuse_names(wanted)
-        self.model_prefix = prefix
+        keys_under = {
+            prefix: {first: self._one_of(prefix, group) for first, group in wanted.items()}
+            for prefix in _MODEL_PREFIXES
+        }
+        # The first of several with all weights, or with most of them.
+        self.model_prefix, keys = min(
+            keys_under.items(), key=lambda under: [*under[1].values()].count(None)
+        )
+        lacks = [first for first, key in keys.items() if key is None]
+        if lacks:
+            tensors = [key for key in self._items if self._is_tensor(key)]
+            raise ConfigError(
+                f"{self.path} lacks {listed(lacks)} of the model's "
+                f"{len(wanted)} parameters; it has {len(tensors)} tensors, e.g. {tensors[:3]}. "
+                "Is it a checkpoint of this model?"
+            )
         parameters, found = dict(model.named_parameters()), {}
         for first, key in keys.items():
             assert key is not None
@@ -188,19 +195,6 @@ class _Directory:
 
     def _is_tensor(self, key: str) -> bool:
         return isinstance(self._items.get(key), TensorStorageMetadata)
-
-    def _refuse_names(self, wanted: dict[str, list[str]]) -> None:
-        lacks = {
-            prefix: [first for first, group in wanted.items() if not self._one_of(prefix, group)]
-            for prefix in _MODEL_PREFIXES
-        }
-        best = min(lacks.values(), key=len)
-        tensors = [key for key in self._items if self._is_tensor(key)]
-        raise ConfigError(
-            f"{self.path} lacks {listed(best)} of the model's "
-            f"{len(wanted)} parameters; it has {len(tensors)} tensors, e.g. {tensors[:3]}. Is it a "
-            "checkpoint of this model?"
-        )
 
     def _check_shape(self, key: str, shape: tuple[int, ...], name: str) -> None:
         item = self._items[key]

@@ -36,6 +36,7 @@ from infinity.checkpoint.huggingface.names import TensorGroup, export_groups, pl
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsWriter, TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import INDEX_NAME, OF_DIFFUSERS, SINGLE_NAME
 from infinity.checkpoint.reader import CheckpointSource, Kind, StateInfo
+from infinity.engine.registry import find_engine
 from infinity.errors import ConfigError, reporting
 from infinity.modules.tiling.layers import Tiled
 from infinity.modules.tiling.split import modules_of, parameters_of
@@ -73,7 +74,7 @@ def export_safetensors(
     little space before anything is written, and for a write that fails.
     """
     directory, read = Path(directory), read or _reader(model, master=master)
-    engine = _engine_of(model)
+    engine = find_engine(model)
     with contextlib.nullcontext() if engine is None else engine.alone():  # Files are of one step.
         plan = plan_export(model, max_shard_nbytes=max_shard_nbytes, master=master)
         make_directory(directory)
@@ -279,30 +280,23 @@ def _assign_shards(
     }
 
 
-def _engine_of(model: nn.Module) -> Any:
-    from infinity.engine.registry import find_engine
-
-    return find_engine(model)
-
-
 def _reader(model: nn.Module, *, master: bool) -> Read:
     """Returns the reader of parameters: from the engine, or from a model without an engine."""
-    engine = _engine_of(model)
-    if engine is None:
+    engine, prefix = find_engine(model), _prefix_of(model)
 
-        def read_plain(name: str) -> torch.Tensor:
-            value = model.get_parameter(name).detach().cpu()
-            return value.float() if master and value.is_floating_point() else value
+    def read(name: str) -> torch.Tensor:
+        if engine is not None:
+            return engine.read_parameter(prefix + name, master=master)
+        value = model.get_parameter(name).detach().cpu()
+        return value.float() if master and value.is_floating_point() else value
 
-        return read_plain
-    prefix = _prefix_of(model)
-    return lambda name: engine.read_parameter(prefix + name, master=master)
+    return read
 
 
 def _prefix_of(model: nn.Module) -> str:
     """Returns what names of the engine have before those of the model, which may be a part of the
     one that was offloaded."""
-    engine = _engine_of(model)
+    engine = find_engine(model)
     modules = () if engine is None else engine.model.named_modules()
     place = next((name for name, module in modules if module is model), "")
     return f"{place}." if place else ""
