@@ -24,7 +24,7 @@ from infinity.simulate.memory import inputs_on_host
 from infinity.simulate.spec import StepSpec
 from infinity.sizes import MIB, format_nbytes
 from infinity.state.budgets import Budgets, MachineSizes
-from infinity.state.placement import StatePlacement, resting_nbytes
+from infinity.state.placement import resting_nbytes
 from infinity.state.tiles import fit, is_enough
 from infinity.state.units import StateKind, Unit
 from infinity.storage.volume_layout import SPARES_REMEDY
@@ -73,16 +73,10 @@ def window_nbytes_of(config: SwapConfig, hardware: Hardware) -> int | None:
 
 
 def refuse_full_tiers(
-    model: PlannedModel,
-    units: Sequence[Unit],
-    hardware: Hardware,
-    budgets: Budgets,
-    spare_nbytes: int,
-    num_ranks: int,
-    shard_drives: int | None,
+    found: Fitted, hardware: Hardware, spare_nbytes: int, num_ranks: int, shard_drives: int | None
 ) -> None:
-    """Refuses what the engine would find out late: missing host memory and full drives. `units` are
-    those that rest here: with ranks, shards."""
+    """Refuses what the engine would find out late: missing host memory and full drives."""
+    model, budgets = found.model, found.budgets
     part = "" if num_ranks == 1 else f", of which a rank has 1/{num_ranks}"
     needed_nbytes = budgets.host_nbytes + budgets.reduce_buffer_nbytes
     if needed_nbytes > hardware.host.memory:
@@ -94,7 +88,11 @@ def refuse_full_tiers(
     drives_nbytes = 0 if hardware.nvme is None else hardware.nvme.capacity
     if model.frozen is not None:
         if not model.frozen.is_copied:
-            swap_nbytes -= _frozen_nbytes(units, budgets.placement, "nvme")
+            swap_nbytes -= sum(
+                resting_nbytes(found.units[index], kind)
+                for (index, kind), tier in budgets.placement.tiers.items()
+                if tier == "nvme" and not found.units[index].state_numel
+            )
         base_nbytes = (model.frozen.stored.nbytes + model.frozen.stored.unused_nbytes) // num_ranks
         _refuse_large_checkpoint(model, hardware, base_nbytes, shard_drives)
         if hardware.nvme is not None and hardware.nvme.checkpoint_read_gb_per_s is None:
@@ -142,26 +140,14 @@ def with_checkpoint_tier(config: SwapConfig) -> SwapConfig:
     return changed(config, values)
 
 
-def _frozen_nbytes(units: Sequence[Unit], placement: StatePlacement, tier: str) -> int:
-    return sum(
-        resting_nbytes(units[index], kind)
-        for (index, kind), rests_on in placement.tiers.items()
-        if rests_on == tier and not units[index].state_numel
-    )
-
-
-def by_kind(
-    units: Sequence[Unit],
-    placement: StatePlacement,
-    model: PlannedModel,
-    sharding: ShardingPlan | None,
-) -> dict[str, dict[str, int]]:
+def by_kind(found: Fitted) -> dict[str, dict[str, int]]:
     """Returns the bytes at rest by kind of state and tier. A frozen base is a kind of its own,
     "base"; in place, its tier beside the host is "checkpoint", and a rank has its shards of it if
     `sharding` has devices that exchange them, else all of it."""
+    model, sharding, units = found.model, found.sharding, found.units
     is_divided = sharding is not None and sharding.reads_stored_shards
     placed: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for (index, state_kind), rests_on in placement.tiers.items():
+    for (index, state_kind), rests_on in found.budgets.placement.tiers.items():
         tier = rests_on
         unit, kind = units[index], state_kind.kind
         if model.frozen is not None and not unit.state_numel:
@@ -193,10 +179,9 @@ def saved_on(config: SwapConfig, budgets: Budgets) -> str:
 def saved_inputs(job: StepSpec) -> dict[str, int]:
     """Returns the bytes by tier of the inputs of all blocks that leave the device, for all tokens
     of a step, in the compute dtype, as the engine saves them in layer-major order."""
-    nbytes, on_host_nbytes = sum(use.saved_nbytes for use in job.uses), 0
     if job.saved_on == "device":
         return {}
-    on_host_nbytes = sum(inputs_on_host(job))
+    nbytes, on_host_nbytes = sum(use.saved_nbytes for use in job.uses), sum(inputs_on_host(job))
     found = {"host": on_host_nbytes, "nvme": nbytes - on_host_nbytes}
     return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infinity.config import SwapConfig
-from infinity.distributed.setup import ShardingPlan
 from infinity.plan.capacity import (
+    Fitted,
     by_kind,
     fitted,
     input_nbytes,
@@ -37,7 +37,6 @@ from infinity.simulate.order import Use
 from infinity.simulate.spec import Rates, StepSpec
 from infinity.simulate.step import EARLY_SHARES, Prediction, best_share
 from infinity.simulate.update_device import UpdateDevice, choose, settled
-from infinity.state.budgets import Budgets
 from infinity.state.spare_generations import plan_spares, spares_nbytes
 
 
@@ -131,15 +130,14 @@ def forecast(
     untiled = model
     found = fitted(node, model, window_nbytes)
     model, sharding, budgets = found.model, found.sharding, found.budgets
-    units, placement = found.units, budgets.placement
     spares = plan_spares(
-        config, units, budgets, num_ranks=node.num_ranks, is_linked=True,
+        config, found.units, budgets, num_ranks=node.num_ranks, is_linked=True,
         free_nbytes=0.0 if machine.nvme is None else machine.nvme.capacity,
     )  # fmt: skip
-    spare_nbytes = spares_nbytes(units, placement, spares)
-    refuse_full_tiers(model, units, machine, budgets, spare_nbytes, num_ranks, shard_drives)
+    spare_nbytes = spares_nbytes(found.units, budgets.placement, spares)
+    refuse_full_tiers(found, machine, spare_nbytes, num_ranks, shard_drives)
     waiting = waiting_nbytes(config, model, machine, batch)
-    job = _job(config, model, batch, sharding, budgets, waiting, num_nodes=num_nodes)
+    job = _job(config, found, batch, waiting, num_nodes)
     saved = saved_inputs(job)
     obstacles = obstacles_of(config, model, machine, batch, budgets, saved, waiting)
     rates = machine.rates(shard_drives)
@@ -150,7 +148,7 @@ def forecast(
         model=model,
         hardware=hardware,
         batch=batch,
-        placed_nbytes=by_kind(units, placement, model, sharding),
+        placed_nbytes=by_kind(found),
         host_nbytes=budgets.host_nbytes,
         working_nbytes=budgets.working_nbytes,
         num_spares=spares.count,
@@ -198,16 +196,8 @@ def with_base(config: SwapConfig, model: PlannedModel) -> tuple[SwapConfig, Plan
     return with_checkpoint_tier(config), model
 
 
-def _job(
-    config: SwapConfig,
-    model: PlannedModel,
-    batch: Batch,
-    sharding: ShardingPlan | None,
-    budgets: Budgets,
-    waiting: int,
-    *,
-    num_nodes: int,
-) -> StepSpec:
+def _job(config: SwapConfig, found: Fitted, batch: Batch, waiting: int, num_nodes: int) -> StepSpec:
+    model, sharding, budgets = found.model, found.sharding, found.budgets
     tier = saved_on(config, budgets) if batch.has_backward else "device"
     saved_nbytes = input_nbytes(config, model, batch) if tier != "device" else 0
     inputs_nbytes = None

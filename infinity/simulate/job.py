@@ -243,7 +243,10 @@ def rank_loads(
         are_wide = is_summed or (stage == 1 and batch.num_micro_batches > 1)
         is_shared = is_gathered or full.stored is None
         sources = partition.sources(full.index) if is_shared else ()
-        part_nbytes = {shard.rank: _served_nbytes(partition, shard) for shard in sources}
+        # Of the weights of each shard, what the other ranks receive.
+        part_nbytes = {
+            shard.rank: sum(part.nbytes for part in partition.served(shard)) for shard in sources
+        }
         own_nbytes = part_nbytes.get(partition.rank, 0)
         are_weights_between_devices = is_collective and (is_gathered or load.weights == "device")
         remote = [shard.rank for shard in of_ranks if shard.rank // per_node != own_node]
@@ -292,11 +295,6 @@ def _with_all_weights(
         weight_nbytes=full.nbytes(StateKind.PARAMETERS),
         written_nbytes=len(own) if rests_on == "device" else written_nbytes,
     )
-
-
-def _served_nbytes(partition: Partition, shard: Shard) -> int:
-    """Returns the bytes of a shard's weights that the other ranks receive."""
-    return sum(part.nbytes for part in partition.served(shard))
 
 
 def _gradient_nbytes(shard: Shard, reduced: torch.dtype | None, are_wide: bool) -> int:

@@ -241,7 +241,9 @@ def compute_budgets(
     _refuse_small_device(request, placement)
     working_nbytes = host_nbytes - placement.placed_nbytes["host"] - ranks.serving_nbytes
     zone_nbytes = rounded_nbytes(in_use.decoded_nbytes) if in_use.decoded_nbytes else 0
-    is_tight = _is_tight(working_nbytes - (smallest - alone) - zone_nbytes, alone - zone_nbytes)
+    # With less free memory, weights that are kept for later displace those needed now.
+    free_nbytes = working_nbytes - (smallest - alone) - zone_nbytes
+    is_tight = free_nbytes < 3 * (alone - zone_nbytes)
     chunk_nbytes, num_slots, ring_nbytes = _staging_ring(request, placement, working_nbytes)
     return Budgets(
         shares_host_memory=machine.shares_host_memory,
@@ -278,11 +280,6 @@ def _staged_ahead_nbytes(request: _Request, placement: StatePlacement) -> int:
     if left_nbytes >= request.in_use.largest_decoded_nbytes:
         left_nbytes -= request.in_use.largest_decoded_nbytes
     return stored_nbytes if stored_nbytes <= left_nbytes else 0
-
-
-def _is_tight(free_nbytes: int, needed_nbytes: int) -> bool:
-    """With less free memory than this, weights kept for later displace those needed now."""
-    return free_nbytes < 3 * needed_nbytes
 
 
 def _preferences(placement: Placement, *, has_nvme: bool) -> dict[str, tuple[str, ...]]:

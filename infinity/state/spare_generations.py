@@ -10,7 +10,6 @@ from pathlib import Path
 
 from infinity.config import SwapConfig
 from infinity.config.schema.tiers import NvmeTier
-from infinity.config.schema.train import Checkpoint
 from infinity.errors import ConfigError
 from infinity.state.budgets import Budgets
 from infinity.state.placement import StatePlacement
@@ -34,22 +33,19 @@ def count_spares(config: SwapConfig, *, num_ranks: int = 1, is_linked: bool | No
         return 0
     if is_linked is None:
         swap = _file_systems(tier.path for tier in config.tiers.nvme)
+        if len(swap) > 1 and checkpoint.durability == "step":
+            raise ConfigError(
+                'checkpoint.durability: "step" needs all [[tiers.nvme]] paths on one file system, '
+                'and these are on several; use "checkpoint", or one file system over the drives '
+                "(RAID 0)"
+            )
         if len(swap) > 1:
-            _refuse_commits_over(swap, checkpoint)
             return 0
         is_linked = not is_elsewhere(config.tiers.nvme, config.checkpoint_directory)
     # Without `every`, `infinity train` writes one checkpoint at the end.
     kept = checkpoint.keep if checkpoint.every or config.train is None else 1
     num_copying = 1 if num_ranks == 1 else 0
     return (kept if is_linked else num_copying) + (checkpoint.durability == "step")
-
-
-def _refuse_commits_over(swap: set[int], checkpoint: Checkpoint) -> None:
-    if checkpoint.durability == "step" and len(swap) > 1:
-        raise ConfigError(
-            'checkpoint.durability: "step" needs all [[tiers.nvme]] paths on one file system, and '
-            'these are on several; use "checkpoint", or one file system over the drives (RAID 0)'
-        )
 
 
 def is_elsewhere(tiers: Iterable[NvmeTier], directory: Path) -> bool:

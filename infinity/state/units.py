@@ -19,6 +19,7 @@ Layout of a unit (docs/formats/unit.md):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -309,10 +310,7 @@ def _master_dtype(dtypes: set[torch.dtype]) -> torch.dtype | None:
 
 
 def _place(facts: TensorFacts, offset_nbytes: int, state_offset: int) -> TensorSpec:
-    numel = 1
-    for extent in facts.shape:
-        numel *= extent
-    return TensorSpec(facts, numel, offset_nbytes, state_offset)
+    return TensorSpec(facts, math.prod(facts.shape), offset_nbytes, state_offset)
 
 
 def weight_of(weights: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

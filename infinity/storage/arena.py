@@ -48,7 +48,10 @@ class Arena(Closing):
         if capacity_nbytes <= 0:
             raise ConfigError(f"{capacity_nbytes=}, expected a positive number of bytes")
         capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
-        _check_available(capacity_nbytes)
+        memory = host_memory()
+        # Populating all there is would end in the OOM killer, not in an error.
+        if capacity_nbytes > memory.most_nbytes:
+            raise _too_large(capacity_nbytes, memory.most_nbytes, memory.limit)
         wish: dict[str, Any] = {} if numa_node is None else {"numa_node": numa_node}
         wish |= {"is_shared": True} if is_shared else {}
         try:
@@ -90,7 +93,15 @@ class Arena(Closing):
     @property
     def huge_page_nbytes(self) -> int:
         """Bytes that huge pages back now. Asks the kernel about all mappings: milliseconds."""
-        return _huge_page_nbytes(self.core.address, self.capacity_nbytes)
+        start = self.core.address
+        end = start + align_up(self.capacity_nbytes, HUGE_PAGE_NBYTES)
+        total_nbytes, is_inside = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():  # Linux 4.8.
+            if match := _VMA.match(line):
+                is_inside = start <= int(match[1], 16) and int(match[2], 16) <= end
+            elif is_inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
+                total_nbytes += int(line.split()[1]) * 1024
+        return total_nbytes
 
     def memory(self, offset_nbytes: int, nbytes: int) -> memoryview:
         """A writable view of bytes, without a copy."""
@@ -194,13 +205,6 @@ def available_host_nbytes() -> int:
     return host_memory().nbytes
 
 
-def _check_available(capacity_nbytes: int) -> None:
-    """Populating all there is would end in the OOM killer, not in an error."""
-    memory = host_memory()
-    if capacity_nbytes > memory.most_nbytes:
-        raise _too_large(capacity_nbytes, memory.most_nbytes, memory.limit)
-
-
 def _too_large(capacity_nbytes: int, available_nbytes: int, limit: str | None) -> CapacityError:
     why = "" if limit is None else f" below {limit}"
     return CapacityError(
@@ -217,18 +221,3 @@ def _check_range(offset_nbytes: int, nbytes: int, capacity_nbytes: int) -> None:
         raise ValueError(
             f"range {offset_nbytes}..{offset_nbytes + nbytes} is outside 0..{capacity_nbytes}"
         )
-
-
-def _huge_page_nbytes(address: int, capacity_nbytes: int) -> int:
-    """Bytes of the range that huge pages back, as the kernel counts them. Linux 4.8, smaps."""
-    total_nbytes = 0
-    is_inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if match := _VMA.match(line):
-            start, end = int(match[1], 16), int(match[2], 16)
-            is_inside = address <= start and end <= address + align_up(
-                capacity_nbytes, HUGE_PAGE_NBYTES
-            )
-        elif is_inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
-            total_nbytes += int(line.split()[1]) * 1024
-    return total_nbytes

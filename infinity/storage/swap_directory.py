@@ -194,10 +194,9 @@ def _ensure_directory(path: str) -> bool:
     parent = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         if not os.access(path, os.W_OK | os.X_OK):
-            code = _writability_errno(path)
-            why = (
-                "its file system is mounted read-only" if code == errno.EROFS else "check its mode"
-            )
+            is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+            code = errno.EROFS if is_read_only else errno.EACCES
+            why = "its file system is mounted read-only" if is_read_only else "check its mode"
             detail = f"the swap directory is not writable: {why}, or give a directory of your own"
             raise _unusable(path, code, detail)
         return False
@@ -241,10 +240,6 @@ def _sync_directory(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _writability_errno(path: str) -> int:
-    return errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
 
 
 def _unusable(path: str, code: int, detail: str) -> StorageError:

@@ -42,8 +42,7 @@ from typing_extensions import override
 from infinity.observe import Counters
 from infinity.tiers.device import FINISHED, POISON_BYTE, Copy, Region, ResizedRegion
 from infinity.tiers.host import Block, HostPool
-from infinity.tiers.stream_runtime import Event, Stream, Streams
-from infinity.tiers.streams import StreamDevice
+from infinity.tiers.streams import Event, Stream, StreamDevice, Streams
 
 
 class UnorderedAccess(AssertionError):

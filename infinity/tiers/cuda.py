@@ -23,8 +23,7 @@ from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
 from infinity.tiers.device import ResizedRegion
 from infinity.tiers.host import MAX_REGISTERED_NBYTES, HostPool
-from infinity.tiers.stream_runtime import Streams
-from infinity.tiers.streams import StreamDevice
+from infinity.tiers.streams import StreamDevice, Streams
 
 _log = logging.getLogger("infinity")
 

@@ -15,8 +15,7 @@ from infinity.ops.mean import mean_of
 from infinity.storage.arena import Arena
 from infinity.tiers.device import Decoding, ResizedRegion
 from infinity.tiers.host import HostPool
-from infinity.tiers.stream_runtime import Event
-from infinity.tiers.streams import StreamDevice
+from infinity.tiers.streams import Event, StreamDevice
 from tests.support.loopback import Loopback
 
 WHOLE_NBYTES = 40_000

@@ -19,8 +19,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,13 +29,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from infinity.checkpoint.dcp import in_one_process
 from infinity.checkpoint.durable import check_space, make_directory, new_directory
 from infinity.checkpoint.reader import (
     CheckpointSource,
@@ -129,6 +130,21 @@ def _write(
             planner=_SlabPlanner(source, doubles),
             no_dist=True,
         )
+
+
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """Holds a save or a load without other ranks, and raises the error that stopped it itself.
+
+    PyTorch warns that it is alone, and wraps every error, also a KeyboardInterrupt, in one that is
+    no Exception.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 def _place(info: StateInfo) -> str:

@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from infinity.checkpoint.dcp import in_one_process
-from infinity.checkpoint.dcp.export_state import defaults_of_torch
+from infinity.checkpoint.dcp.export_state import defaults_of_torch, in_one_process
 from infinity.checkpoint.huggingface.import_weights import refuse_codes
 from infinity.checkpoint.run.contents import StateTensor, kept_tensors, put_buffer
 from infinity.checkpoint.run.load import fill_state_kind

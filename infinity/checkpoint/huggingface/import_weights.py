@@ -34,11 +34,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.huggingface.model_view import ModelView, WeightTarget
 from infinity.checkpoint.huggingface.names import (
+    ModelView,
     PlacedSource,
     SourcePlaces,
     TensorGroup,
+    WeightTarget,
     import_groups,
     is_expected_extra,
     planned_targets,

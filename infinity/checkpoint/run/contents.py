@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -557,20 +556,18 @@ def write_small(path: Path, kind: str, content: bytes) -> FileEntry:
     return FileEntry(path.name, len(content), (StoredRange("all", kind, 0, len(content), digest),))
 
 
-def copy_pages(partial: Path, state: StateAccess, ranges: Iterable[KindRange]) -> Stored:
+def copy_pages(partial: Path, state: StateAccess, ranges: Sequence[KindRange]) -> Stored:
     """Copies state page by page into one new file of `partial`, and syncs the file.
 
     Makes no file if there is nothing to copy. Raises StorageError.
     """
+    empty = Stored(tuple(r.stored([]) for r in ranges if not r.nbytes))
+    ranges = [r for r in ranges if r.nbytes]
+    if not ranges:
+        return empty
     kinds, checksums, end_nbytes = [], [], 0
-    with ExitStack() as stack:
-        file: SequentialFile | None = None
+    with SequentialFile(partial / COPIES_NAME) as file:
         for kind_range in ranges:
-            if not kind_range.nbytes:
-                kinds.append(kind_range.stored([]))
-                continue
-            if file is None:
-                file = stack.enter_context(SequentialFile(partial / COPIES_NAME))
             run = FileRange(COPIES_NAME, end_nbytes, kind_range.nbytes)
             kinds.append(kind_range.stored([run]))
             end_nbytes += kind_range.nbytes
@@ -578,4 +575,4 @@ def copy_pages(partial: Path, state: StateAccess, ranges: Iterable[KindRange]) -
             for pages in state.pages(kind_range.unit, kind_range.state_kind, *place):
                 checksums.append(digest(pages.data_ptr(), pages.numel()))
                 file.write(tensor_bytes(pages))
-    return Stored(tuple(kinds), b"".join(checksums))
+    return empty + Stored(tuple(kinds), b"".join(checksums))

@@ -17,7 +17,7 @@ import errno
 import logging
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -292,7 +292,8 @@ def plan_adoption(
     jobs, swap_files, num_found = found
     contents: dict[str, list[FileRange]] = {}
     num_links = dict.fromkeys(swap_files, 1)
-    for neighbour in _neighbours([checkpoint.parent, saved, *committed]):
+    places = {place.resolve(): None for place in (checkpoint.parent, saved, *committed)}
+    for neighbour in (path for place in places for path in list_checkpoints(place)):
         for place, linked in _linked_states(neighbour).items():
             names = [name for name in linked.files() if name != COPIES_NAME]
             inodes = {name: _inode(neighbour / place / name) for name in names}
@@ -359,12 +360,6 @@ def _tidy(saved: Path, committed: Iterable[Path], checkpoint: Path) -> None:
         sweep(commits)
         if checkpoint.resolve() not in [path.resolve() for path in list_checkpoints(commits)[:-1]]:
             prune(commits, 1)
-
-
-def _neighbours(places: Iterable[Path]) -> Iterator[Path]:
-    """Yields every checkpoint in these directories, once."""
-    for place in {place.resolve(): None for place in places}:
-        yield from list_checkpoints(place)
 
 
 def _linked_states(path: Path) -> dict[str, LinkedState]:

@@ -435,14 +435,10 @@ def _expected(state: StateAccess) -> list[StateTensor]:
 
 def _gradient_infos(state: StateAccess) -> dict[str, TensorInfo]:
     """Returns every gradient that a checkpoint may have, by name."""
-    names = {
-        f"{spec.name}.gradient": spec.facts.shape
-        for unit in state.units
-        for spec in unit.trainable()
-    }
+    specs = {f"{spec.name}.gradient": spec for unit in state.units for spec in unit.trainable()}
     return {
-        name: TensorInfo(name=name, dtype=torch.float32, shape=shape)
-        for name, shape in names.items()
+        name: TensorInfo(name=name, dtype=torch.float32, shape=spec.facts.shape)
+        for name, spec in specs.items()
     }
 
 

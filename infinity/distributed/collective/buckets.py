@@ -24,7 +24,7 @@ from infinity.observe import Counters
 from infinity.state.partition import Partition
 from infinity.state.units import TensorSpec, Unit
 from infinity.tiers.device import Copy
-from infinity.tiers.stream_runtime import Event, Stream
+from infinity.tiers.streams import Event, Stream
 
 SUMMING = 1  # The kind of these proposals; see order.Key.
 

@@ -32,8 +32,7 @@ from infinity.ops.mean import write_mean
 from infinity.sizes import MIB, align_up
 from infinity.state.store import Transfer
 from infinity.tiers.device import Decoding, Region, ResizedRegion
-from infinity.tiers.stream_runtime import Event, Stream, event_behind
-from infinity.tiers.streams import StreamCopy, StreamDevice
+from infinity.tiers.streams import Event, Stream, StreamCopy, StreamDevice, event_behind
 
 # Of all ranks together in a round. A round costs some launches from Python, and a unit of one round
 # with equal parts no copy on the device; buffers take memory from weights.
