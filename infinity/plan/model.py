@@ -41,9 +41,10 @@ from infinity.plan.shapes import (
     Weight,
     adapter_size,
     gpt_shape,
+    model_on_meta,
     numel_of,
     refuse_unknown_targets,
-    shape_of_config,
+    shape_of_model,
 )
 from infinity.plan.tables import Table
 from infinity.state.units import OF_ADAM, Moments, moments_of
@@ -87,10 +88,8 @@ def load_shape(name: str, purpose: Purpose = "generates text", num_labels: int =
         )
     require_release("transformers", f"infinity plan of {name}")
     hf_config = config_of_table(dict(file.config))
-    return shape_of_config(
-        hf_config, file.name, name, hub=file.hub, stored=file.stored, purpose=purpose,
-        num_labels=num_labels,
-    )  # fmt: skip
+    model = model_on_meta(hf_config, name, purpose=purpose, num_labels=num_labels)
+    return shape_of_model(model, file.name, name, hub=file.hub, stored=file.stored)
 
 
 def model_for(

@@ -15,9 +15,12 @@ from typing import Any
 from infinity.config import SwapConfig
 from infinity.plan.capacity import (
     Fitted,
+    NodeView,
+    RankLayout,
     by_kind,
     fitted,
     input_nbytes,
+    layout_of_rank,
     obstacles_of,
     refuse_full_tiers,
     said_of_tiles,
@@ -30,7 +33,6 @@ from infinity.plan.capacity import (
 )
 from infinity.plan.hardware import Hardware
 from infinity.plan.layout import ModuleWork, PlannedModel
-from infinity.plan.node import NodeView, RankLayout, layout_of_rank
 from infinity.simulate.job import Batch, make_job, num_fibers_of, rank_loads
 from infinity.simulate.log import WRITE
 from infinity.simulate.order import Use
@@ -129,7 +131,7 @@ def forecast(
     window_nbytes = window_nbytes_of(config, machine)
     untiled = model
     found = fitted(node, model, window_nbytes)
-    model, sharding, budgets = found.model, found.sharding, found.budgets
+    model, budgets = found.model, found.budgets
     spares = plan_spares(
         config, found.units, budgets, num_ranks=node.num_ranks, is_linked=True,
         free_nbytes=0.0 if machine.nvme is None else machine.nvme.capacity,
@@ -166,9 +168,7 @@ def forecast(
         saved=saved,
         obstacles=tuple(obstacles),
         shard_drives=shard_drives,
-        ranks=None
-        if sharding is None
-        else layout_of_rank(sharding, machine, budgets, window_nbytes, spare_nbytes, num_nodes),
+        ranks=layout_of_rank(found, machine, window_nbytes, spare_nbytes, num_nodes),
     )
 
 

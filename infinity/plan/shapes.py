@@ -165,24 +165,6 @@ def gpt_shape(name: str, layers: int, hidden: int, vocab: int = 50304) -> ModelS
     return ModelShape(name, hidden, (block,) * layers, (table,), (norm,), ())
 
 
-def shape_of_config(
-    hf_config: Any,
-    name: str,
-    where: str,
-    *,
-    hub: str = "",
-    stored: PublishedFormat | None = None,
-    purpose: Purpose = "generates text",
-    num_labels: int = 0,
-) -> ModelShape:
-    """Returns the shapes of the class that transformers has for a configuration.
-
-    Raises ConfigError if it has none, and for a class without blocks.
-    """
-    model = model_on_meta(hf_config, where, purpose=purpose, num_labels=num_labels)
-    return shape_of_model(model, name, where, hub=hub, stored=stored)
-
-
 def model_on_meta(
     hf_config: Any, where: str, *, trusts_code: bool = False, purpose: Purpose = "generates text",
     num_labels: int = 0,

@@ -46,12 +46,11 @@ class GradientTraffic:
         if not self._log.job.shares_host_memory:
             nbytes -= self._log.job.narrowed_nbytes(load)
             out = self._log.move(D2H, name, nbytes, [out, *freed])
-        # The gradient is copied, or added: it is read, and the sum is read and written.
+        # The gradient is copied, or added: it is read, and the sum is read and written. The first
+        # one of a device is widened there, and its copy engine moves it.
         touched_nbytes = (2 if is_first else 3) * nbytes
         if not self._log.job.shares_host_memory and is_first:
-            touched_nbytes = (
-                0  # The device has widened them where they are, and its copy engine moved them.
-            )
+            touched_nbytes = 0
         summed = self._sum_up(unit, tier, nbytes, touched_nbytes, out, is_first=is_first)
         if load.sharded.sums is not None:
             self.sums[unit] = summed

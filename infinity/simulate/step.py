@@ -200,7 +200,7 @@ class _Draft:
         summed: set[int] = set()  # Units with a gradient sum in this step.
         if is_updating and defers:
             self._agree_on_deferred()
-        if is_updating and not defers:
+        elif is_updating:
             self.log.pass_name = "update"
             units = list(dict.fromkeys(unit for use in job.uses for unit in use.units))
             for unit in units:
@@ -209,10 +209,8 @@ class _Draft:
         for micro_batch in range(job.num_micro_batches):
             is_first = micro_batch == 0
             self.log.pass_name = "forward with update" if is_first and defers else "forward"
-            pending = set(range(len(job.units))) if is_first and is_updating else set()
-            pending -= self._updated
-            if not defers:
-                pending.clear()
+            has_pending = is_first and is_updating and defers
+            pending = set(range(len(job.units))) - self._updated if has_pending else set[int]()
             is_last = micro_batch == job.num_micro_batches - 1
             if is_last:
                 self._updated = set()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from infinity import _core
-from infinity._core import PageDigests
+from infinity._core import PageDigests as PageDigests
 from infinity.errors import CorruptionError, corrupt, reporting
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.closing import Closing
@@ -31,11 +31,6 @@ from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.generations import GenerationMap, GenerationRun
 from infinity.storage.protocol import FollowedTicket, Ticket, WrappedTicket
 from infinity.storage.volume_layout import Extent
-
-__all__ = [
-    "BUFFER_NBYTES", "CHECKSUM_NBYTES", "BufferChecksums", "CheckedRead", "ExpectedRange",
-    "PageChecksums", "PageDigests", "PageReader", "digest", "joined_crc32", "read_into",
-]  # fmt: skip
 
 CHECKSUM_NBYTES = 4
 

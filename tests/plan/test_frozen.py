@@ -22,7 +22,7 @@ from infinity.plan.frozen_base import stored_nbytes, stored_of_shape
 from infinity.plan.hardware import Device, Hardware
 from infinity.plan.layout import PlannedModel
 from infinity.plan.model import load_shape, model_of_shape
-from infinity.plan.shapes import adapter_size, shape_of_config
+from infinity.plan.shapes import adapter_size, model_on_meta, shape_of_model
 from infinity.simulate.log import COMPUTE
 from infinity.simulate.order import Use
 from infinity.simulate.spec import Rates
@@ -129,7 +129,7 @@ def test_a_dense_adapter_has_pefts_parameters(
             head_dim=16,
         )  # fmt: skip
     model = AutoModelForCausalLM.from_config(small)
-    shape = shape_of_config(small, "", "")
+    shape = shape_of_model(model_on_meta(small, ""), "", "")
     trained = get_peft_model(model, peft).num_parameters(only_trainable=True)
     assert sum(adapter_size(block, settings)[0] for block in shape.blocks) == trained
 
@@ -148,7 +148,7 @@ def test_an_adapter_of_all_experts_has_pefts_parameters() -> None:
         num_experts_per_tok=2,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(small)
-    shape = shape_of_config(small, "", "")
+    shape = shape_of_model(model_on_meta(small, ""), "", "")
     peft = LoraConfig(
         r=4, target_modules=["q_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
