@@ -154,6 +154,30 @@ def changed_train(table: dict[str, Any], **options: Any) -> dict[str, Any]:
     return table | {"train": table["train"] | options}
 
 
+@pytest.mark.parametrize("has_pad", [False, True])
+@pytest.mark.parametrize("method", ["sft", "reward", "classify"])
+def test_a_tokenizer_without_an_end_is_refused_by_what_it_lacks(
+    table: dict[str, Any], method: str, has_pad: bool
+) -> None:
+    if method == "classify":
+        table = classifying(table)
+    table["train"]["method"] = method
+    tokenizer, path = ByteTokenizer().for_records(), Path(table["model"]["path"])
+    tokenizer.eos_token = None
+    if method == "sft":
+        write(Path(table["data"]["paths"][0]), [{"text": "one two"}] * 40)
+    if not has_pad:
+        tokenizer.pad_token = None
+    tokenizer.save_pretrained(path)
+    table["data"]["tokenizer"] = str(path)
+    if method == "classify" and has_pad:  # Its texts have no end.
+        run(table)
+        return
+    said = "has no eos_token" if has_pad else f"{path} has neither eos_token nor pad_token"
+    with pytest.raises(ConfigError, match=said):
+        run(table)
+
+
 @pytest.mark.parametrize("is_full", [False, True], ids=["lora", "full"])
 def test_a_trained_reward_model_is_what_score_reads(
     tmp_path: Path, table: dict[str, Any], is_full: bool

@@ -145,7 +145,7 @@ def make_trainer(
         own["data_collator"] = collator(pad_token_id=0 if pad_id is None else pad_id)
     # TRL and the template raise these for records that they cannot write, and for settings.
     kinds = (ValueError, TypeError, KeyError, RuntimeError, IndexError)
-    with refusing("TRL refuses the run", *kinds):
+    with refusing("TRL refuses the run", *kinds, remedy=_lack_of_end(processing, data)):
         trainer = kind(
             model=trained,
             args=trainer_arguments(config, data),
@@ -169,6 +169,20 @@ def make_trainer(
         trainer.add_callback(EarlyStoppingCallback(config.train.early_stopping_patience))
     trainer.begin_run(config, rank)
     return trainer
+
+
+def _lack_of_end(processing: Any, data: JobData) -> str:
+    """Returns what to say of a tokenizer of records without an end-of-text token, "" for another.
+    Raises ConfigError for one that also has no token to fill batches with."""
+    words = getattr(processing, "tokenizer", processing)
+    if words is None or data.is_ready or words.eos_token is not None:
+        return ""
+    if words.pad_token is None:
+        raise ConfigError(
+            f"data.tokenizer: {words.name_or_path} has neither eos_token nor pad_token, with which "
+            "batches of records are filled; name one in its tokenizer_config.json"
+        )
+    return "; the tokenizer has no eos_token (tokenizer_config.json), with which such records end"
 
 
 def with_patience(state: dict[str, Any], patience: int) -> tuple[dict[str, Any], bool]:
