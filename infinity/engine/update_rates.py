@@ -63,12 +63,7 @@ def place_updates(plan: RunPlan, device: DeviceAdapter, host: HostPool) -> Updat
     largest = max(updated, key=lambda unit: unit.state_numel)
     drives = {}
     if config.tiers.nvme and (tuned := tuned_gb_per_s(config.tiers.nvme)) is not None:
-        read, write, mixed = tuned
-        drives = drive_rates(
-            read * 1e9 / num_sharing,
-            write * 1e9 / num_sharing,
-            None if mixed is None else mixed * 1e9 / num_sharing,
-        )
+        drives = drive_rates(*tuned, num_sharing)
     rates = time_updates(device, host, largest, plan.budgets.chunk_nbytes, drives=drives)
     if rates is None:
         return UpdateDevice("host", "the device would not give its bits, or memory is short")

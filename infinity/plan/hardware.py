@@ -133,8 +133,7 @@ class Hardware(Table):
         host, device, nvme = self.host, self.device, self.nvme
         drives = {}
         if nvme is not None:
-            mixed = None if nvme.mixed_gb_per_s is None else nvme.mixed_gb_per_s * _GIGA
-            drives = drive_rates(nvme.read_gb_per_s * _GIGA, nvme.write_gb_per_s * _GIGA, mixed)
+            drives = drive_rates(nvme.read_gb_per_s, nvme.write_gb_per_s, nvme.mixed_gb_per_s)
         return Rates(
             flops=device.tflops * 1e12,
             update=host.update_gb_per_s * _GIGA,

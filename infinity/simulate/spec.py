@@ -284,8 +284,11 @@ class Rates:
         return max(min(alone_s, mixed_s), least_s)
 
 
-def drive_rates(read: float, write: float, mixed: float | None) -> dict[str, float]:
-    """Returns the drives' part of `Rates`. Without a rate for both directions at the same time,
-    reads and writes alternate."""
-    mixed = 2 / (1 / read + 1 / write) if mixed is None else mixed
+def drive_rates(
+    read: float, write: float, mixed: float | None, num_sharing: int = 1
+) -> dict[str, float]:
+    """Returns the drives' part of `Rates` for one of `num_sharing` ranks, from decimal GB/s.
+    Without a rate for both directions at the same time, reads and writes alternate."""
+    read, write = read * 1e9 / num_sharing, write * 1e9 / num_sharing
+    mixed = 2 / (1 / read + 1 / write) if mixed is None else mixed * 1e9 / num_sharing
     return {"nvme_read": read, "nvme_write": write, "nvme_mixed": mixed}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import resource
 import warnings
 from collections.abc import Sequence
 from errno import EINVAL, ENOMEM
@@ -22,7 +21,12 @@ from infinity import _core
 from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import MIB, format_nbytes
 from infinity.storage.arena import Arena
-from infinity.storage.probe import explain_missing_uring, explain_refused_rings, grants_ring_flags
+from infinity.storage.probe import (
+    explain_missing_uring,
+    explain_refused_rings,
+    grants_ring_flags,
+    memlock_nbytes,
+)
 from infinity.storage.protocol import (
     DeviceStats,
     EngineStats,
@@ -160,11 +164,9 @@ class NativeEngine(StorageEngine):
         code = lane["register_buffers_errno"]
         remedy = ""
         if code == ENOMEM:
-            limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-            remedy = (
-                f" (memlock limit {format_nbytes(limit_nbytes)}; raise it with 'ulimit -l' or "
-                "LimitMEMLOCK)"
-            )
+            limit_nbytes = memlock_nbytes()
+            limit = "none" if limit_nbytes is None else format_nbytes(limit_nbytes)
+            remedy = f" (memlock limit {limit}; raise it with 'ulimit -l' or LimitMEMLOCK)"
         _log.info(
             "io_uring without registered buffers: %s%s; plain buffers cost somewhat more CPU",
             os.strerror(code),

@@ -283,11 +283,12 @@ class ImportPlan:
         wide = names_kept_wide(self.view.model)
         try:
             for group in self.groups:
-                if self._is_read_in_place(group, in_place):
-                    continue
+                targets = [self.view.targets[n] for n in group.targets if n in self.view.targets]
+                if all(t.parameter_names and set(t.parameter_names) <= in_place for t in targets):
+                    continue  # Nothing that it makes has to be read now.
                 if tile_rows is not None and self._load_by_tiles(group, write, tile_rows, written):
                     continue
-                fetch = partial(self.source.read, dtype=self._dtype(group))
+                fetch = partial(self.source.read, dtype=targets[0].dtype)
                 made = group.convert(fetch, self.view)
                 while made:
                     name, tensor = made.popitem()
@@ -308,18 +309,6 @@ class ImportPlan:
                     del tensor  # Frees the memory before the next read.
         finally:
             self.source.close()
-
-    def _dtype(self, group: TensorGroup) -> torch.dtype | None:
-        """Returns the dtype of what the group makes; None if the model has no place for it."""
-        found = (self.view.targets[n].dtype for n in group.targets if n in self.view.targets)
-        return next(found, None)
-
-    def _is_read_in_place(self, group: TensorGroup, in_place: Set[str]) -> bool:
-        """Whether nothing that the group makes has to be read now."""
-        targets = [self.view.targets[n] for n in group.targets if n in self.view.targets]
-        return all(
-            target.parameter_names and set(target.parameter_names) <= in_place for target in targets
-        )
 
     def _warn_of_differences(self) -> None:
         kind = type(self.view.model).__name__

@@ -10,7 +10,6 @@ of effects.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import mmap
 import threading
@@ -27,7 +26,7 @@ from infinity.checkpoint.durable import check_space, new_file
 from infinity.checkpoint.run.contents import write_small
 from infinity.checkpoint.run.directory import (
     checkpoint_name,
-    damaged,
+    comparing,
     read_linked,
     read_manifest,
     write_manifest,
@@ -39,7 +38,6 @@ from infinity.checkpoint.run.format import (
     FileEntry,
     LinkedKind,
     LinkedState,
-    StoredRange,
     table_to_bytes,
 )
 from infinity.errors import InfinityError, StorageError
@@ -212,8 +210,8 @@ class Pace:
         self._rests_until_s = end_s + self.REST * (end_s - start_s)
 
 
-# Compares the bytes of a block, which lie at an address, and raises for wrong ones.
-_Check = Callable[[memoryview, int], None]
+# Compares the bytes of a block, and raises for wrong ones.
+_Check = Callable[[memoryview], None]
 # (segment of an open file without its address, offset in the copy, check)
 _Block = tuple[Segment, int, _Check]
 
@@ -256,7 +254,7 @@ class _Copier:
         path = self._source / file.name
         source = self._open(path, direct=False)
         for extent in file.extents:
-            check = _check_extent(path, extent)
+            check = comparing(path, extent)
             for start, nbytes in _cut(extent.nbytes):
                 at = extent.offset_nbytes + start
                 yield Segment(source, at, 0, nbytes), at, check
@@ -290,7 +288,7 @@ class _Copier:
                 buffer, address = self._buffers[turn], self._addresses[turn]
                 read = replace(segment, address=address)
                 self._storage.submit("read", [read], Priority.COPY).wait()
-                check(memoryview(buffer)[: segment.nbytes], address)
+                check(memoryview(buffer)[: segment.nbytes])
                 write = Segment(to, offset_nbytes, address, segment.nbytes)
                 writes.append(self._storage.submit("write", [write], Priority.COPY))
                 while writes and not self._saving.hurry_order.is_set():
@@ -332,24 +330,9 @@ class _Copier:
             _log.debug("while a copy ended", exc_info=True)
 
 
-def _check_extent(path: Path, extent: StoredRange) -> _Check:
-    """Returns what compares an extent, which comes part by part, with its SHA-256."""
-    digest, left_nbytes = hashlib.sha256(), extent.nbytes
-
-    def check(view: memoryview, _: int) -> None:
-        nonlocal left_nbytes
-        digest.update(view)
-        left_nbytes -= len(view)
-        if not left_nbytes and digest.hexdigest() != extent.sha256:
-            raise damaged(path, extent, "its SHA-256 is not the manifest's")
-
-    return check
-
-
-def _check_pages(
-    path: str, offset_nbytes: int, checksums: bytes, view: memoryview, address: int
-) -> None:
+def _check_pages(path: str, offset_nbytes: int, checksums: bytes, view: memoryview) -> None:
     """Compares pages of a file with their CRC32C."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     found = ExpectedRange(path, offset_nbytes, address, len(view), checksums).check()
     if found is not None:
         raise found

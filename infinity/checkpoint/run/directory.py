@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -153,15 +153,29 @@ def read_linked(path: Path, manifest: Manifest) -> dict[str, LinkedState]:
         table_path = path / place / TABLE_NAME
         content, is_of_one_rank = read_content(table_path), not manifest.ranks
         kinds = parse_table(content, path=str(table_path), is_of_one_rank=is_of_one_rank)
-        linked = LinkedState(path / place, kinds)
-        linked.check_files()
-        found[place] = linked
+        found[place] = LinkedState(path / place, kinds)
     return found
+
+
+def comparing(path: Path, extent: StoredRange) -> Callable[[bytes | memoryview], None]:
+    """Returns what takes the bytes of an extent, part by part in order, and compares their SHA-256
+    when the last ones have come. It raises CorruptionError."""
+    digest, left_nbytes = hashlib.sha256(), extent.nbytes
+
+    def compare(part: bytes | memoryview) -> None:
+        nonlocal left_nbytes
+        digest.update(part)
+        left_nbytes -= len(part)
+        if not left_nbytes and digest.hexdigest() != extent.sha256:
+            raise damaged(path, extent, "its SHA-256 is not the manifest's")
+
+    return compare
 
 
 def check_extent(path: Path, extent: StoredRange) -> None:
     """Reads an extent and compares its SHA-256. Raises CorruptionError."""
-    digest = hashlib.sha256()
+    compare = comparing(path, extent)
+    compare(b"")  # All of an extent without bytes.
     try:
         with open(open_regular(path), "rb", buffering=0) as file:
             end = extent.offset_nbytes + extent.nbytes
@@ -170,7 +184,7 @@ def check_extent(path: Path, extent: StoredRange) -> None:
                 block = os.pread(file.fileno(), min(TRANSFER_NBYTES, end - position), position)
                 if not block:
                     raise damaged(path, extent, f"the file ends at byte {position}, inside it")
-                digest.update(block)
+                compare(block)
                 position += len(block)
             # The bytes are read once; the page cache has better uses.
             os.posix_fadvise(
@@ -181,8 +195,6 @@ def check_extent(path: Path, extent: StoredRange) -> None:
     except (OSError, MalformedError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise corrupt(str(path), f"{extent.name!r} cannot be read: {why}") from None
-    if digest.hexdigest() != extent.sha256:
-        raise damaged(path, extent, "its SHA-256 is not the manifest's")
 
 
 def damaged(path: Path, extent: StoredRange, detail: str) -> CorruptionError:

@@ -480,7 +480,8 @@ class LinkedState:
     """The linked state of one checkpoint, or of one rank in it, read and compared by ranges.
 
     The checksums stay in their file, 4 bytes for every page. Raises CorruptionError for a file of
-    checksums that is missing or has another length.
+    checksums that is missing or has another length, and for a linked file that is missing or too
+    short.
     """
 
     def __init__(self, path: Path, kinds: Sequence[LinkedKind]) -> None:
@@ -494,6 +495,11 @@ class LinkedState:
         if nbytes != num_pages * CHECKSUM_NBYTES:
             detail = f"it has {nbytes} bytes, {num_pages} pages need 4 each"
             raise corrupt(str(path / CHECKSUMS_NAME), detail)
+        for name, end_nbytes in self.files().items():
+            nbytes = length_of(path / name)
+            if nbytes < end_nbytes:
+                detail = f"it has {nbytes} bytes, the state in it ends at {end_nbytes}"
+                raise corrupt(str(path / name), detail)
 
     @property
     def nbytes(self) -> int:
@@ -515,14 +521,6 @@ class LinkedState:
         for run in (run for entry in self.kinds for run in entry.runs):
             ends[run.path] = max(ends.get(run.path, 0), run.end_nbytes)
         return ends
-
-    def check_files(self) -> None:
-        """Raises CorruptionError for a linked file that is missing or too short."""
-        for name, end_nbytes in self.files().items():
-            nbytes = length_of(self._path / name)
-            if nbytes < end_nbytes:
-                detail = f"it has {nbytes} bytes, the state in it ends at {end_nbytes}"
-                raise corrupt(str(self._path / name), detail)
 
     def read(
         self, reader: PageReader, entry: LinkedKind, offset_nbytes: int, nbytes: int

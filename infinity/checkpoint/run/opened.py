@@ -10,11 +10,10 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ from infinity.checkpoint.run.contents import (
 )
 from infinity.checkpoint.run.directory import (
     check_extent,
-    damaged,
+    comparing,
     read_content,
     read_linked,
     read_manifest,
@@ -56,9 +55,6 @@ from infinity.state.tiles import name_of_tiled, number_of_tile
 from infinity.state.units import MOMENT_KINDS
 from infinity.storage.checksums import PageReader
 from infinity.storage.closing import Closing
-
-if TYPE_CHECKING:
-    from _hashlib import HASH
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +90,8 @@ class StoredReader(Closing):
         self._consequence = consequence
         self._file: SafetensorsReader | None = None
         self._pages = PageReader()
-        # Elements read, from the first one on, and their SHA-256.
-        self._digests: dict[tuple[Path, str], tuple[int, HASH]] = {}
+        # Elements read, from the first one on, and what compares them.
+        self._begun: dict[tuple[Path, str], tuple[int, Callable[[memoryview], None]]] = {}
 
     def close(self) -> None:
         """Closes all files. Idempotent."""
@@ -141,16 +137,15 @@ class StoredReader(Closing):
         self, path: Path, extent: StoredRange, info: TensorInfo, start: int, values: torch.Tensor
     ) -> None:
         key = path, info.name
-        done, sha256 = (0, hashlib.sha256()) if start == 0 else self._digests.get(key, (-1, None))
-        if sha256 is None or start != done:
+        if start == 0:
+            self._begun[key] = 0, comparing(path, extent)
+        done, compare = self._begun.get(key, (-1, None))
+        if compare is None or start != done:
             return
-        sha256.update(tensor_bytes(values))
-        self._digests[key] = done + values.numel(), sha256
-        if done + values.numel() < math.prod(info.shape):
-            return
-        del self._digests[key]
-        if sha256.hexdigest() != extent.sha256:
-            raise damaged(path, extent, "its SHA-256 is not the manifest's")
+        compare(tensor_bytes(values))
+        self._begun[key] = done + values.numel(), compare
+        if done + values.numel() == math.prod(info.shape):
+            del self._begun[key]
 
     def _read_pages(self, tensor: SavedTensor, start: int, target: torch.Tensor) -> None:
         view, size = tensor_bytes(target), target.dtype.itemsize
@@ -197,24 +192,23 @@ class Recut:
             first += numel
 
 
-def recut(
-    expected: Mapping[str, TensorInfo], saved: Mapping[str, TensorInfo]
-) -> tuple[dict[str, Recut], set[str]]:
-    """Maps expected tensors to saved tensors of another cut.
-
-    Returns (recut tensors by name, names of the saved tensors that they use). Leaves out tensors
-    that cannot be joined; the comparison of names then reports them.
-    """
+def recut(expected: Mapping[str, TensorInfo], saved: Mapping[str, TensorInfo]) -> dict[str, Recut]:
+    """Maps expected tensors, by name, to saved tensors of another cut. Leaves out tensors that
+    cannot be joined; the comparison of names then reports them."""
     saved_tiles = _by_parameter(saved)
     found: dict[str, Recut] = {}
-    used: set[str] = set()
     for name, tiles in _by_parameter(expected).items():
         sources = saved_tiles.get(name, [])
         cuts = [[(info.name, info.shape) for info in side] for side in (tiles, sources)]
-        if cuts[0] != cuts[1] and _can_join(tiles, sources):
-            found.update(_join(tiles, sources))
-            used.update(info.name for info in sources)
-    return found, used
+        if cuts[0] == cuts[1] or not _can_join(tiles, sources):
+            continue
+        ranges = tuple((info.name, 0, math.prod(info.shape)) for info in sources)
+        joined, first = Recut(sources[0], ranges), 0
+        for info in tiles:
+            count = math.prod(info.shape)
+            found[info.name] = Recut(info, tuple(joined.within(first, count)))
+            first += count
+    return found
 
 
 def _by_parameter(infos: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]]:
@@ -234,16 +228,6 @@ def _can_join(tiles: list[TensorInfo], sources: list[TensorInfo]) -> bool:
     kinds = {(info.dtype, tuple(info.shape[1:])) for info in tiles + sources}
     rows = [sum(info.shape[0] for info in side) for side in (tiles, sources)]
     return len(kinds) == 1 and tiles[0].dtype is not torch.uint8 and rows[0] == rows[1]
-
-
-def _join(tiles: list[TensorInfo], sources: list[TensorInfo]) -> Iterator[tuple[str, Recut]]:
-    ranges = tuple((info.name, 0, math.prod(info.shape)) for info in sources)
-    joined = Recut(sources[0], ranges)
-    first = 0
-    for info in tiles:
-        count = math.prod(info.shape)
-        yield info.name, Recut(info, tuple(joined.within(first, count)))
-        first += count
 
 
 # -- The checkpoint --------------------------------------------------------------------------------
@@ -342,7 +326,8 @@ class OpenCheckpoint:
                 "ranks; load it on one rank, make the step, and save again"
             )
         infos = {name: tensor.info for name, tensor in self.tensors.items()}
-        self._recut, used = recut(expected | gradients, infos)
+        self._recut = recut(expected | gradients, infos)
+        used = {name for tensor in self._recut.values() for name, _, _ in tensor.sources}
         if self.manifest.ranks or state.partition is not None:
             # State without an element is not kept by any rank.
             names |= {name for name, info in expected.items() if not math.prod(info.shape)}

@@ -160,7 +160,11 @@ def async_save(
     if is_left:
         _remove_all(engine, left.parent)
     if commits is not None and label_of(commits) != label_of(place):
-        _remove_commits(engine, commits, own)  # The checkpoint supersedes them.
+        # The checkpoint supersedes the commits of this run.
+        with engine.ranks.collective_section("infinity.checkpoint: commits of this run") as mine:
+            mine.local = b"mine" if own else b""
+        if any(mine.of_all):
+            _remove_all(engine, commits)
     return copy_behind(engine, path, target, keep=keep) if copying else Saving(path)
 
 
@@ -457,14 +461,6 @@ def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
         # One that was renamed may have had the same name before.
         newest = {frozen.label: frozen for frozen in volume.frozen}
         thaw(volume, [frozen for label, frozen in newest.items() if label in gone])
-
-
-def _remove_commits(engine: Engine, commits: Path, own: Collection[str]) -> None:
-    """Removes the commits of this run, which a new checkpoint supersedes."""
-    with engine.ranks.collective_section("infinity.checkpoint: commits of this run") as asked:
-        asked.local = b"mine" if own else b""
-    if any(asked.of_all):
-        _remove_all(engine, commits)
 
 
 def _remove_all(engine: Engine, directory: Path) -> None:
