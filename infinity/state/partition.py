@@ -328,18 +328,11 @@ def _stored_shard(
     first, last = cut(num_pages, _part_of(unit, number, count, [num_pages]), count)
     start_nbytes, nbytes = first * PAGE_NBYTES, (last - first) * PAGE_NBYTES if is_cut else 0
     stored = unit.stored.cut(start_nbytes, start_nbytes + nbytes)
-    pages = Unit(
-        index=index,
-        name=f"{unit.name} (shard of rank {rank})",
-        tensors=(),
-        trainable_nbytes=0,
-        weight_nbytes=stored.nbytes,
-        state_numel=0,
-        master_dtype=None,
-        moments=unit.moments,
-        kinds=kinds,
+    name = f"{unit.name} (shard of rank {rank})"
+    pages = dataclasses.replace(
+        unit, index=index, name=name, tensors=(), weight_nbytes=stored.nbytes, kinds=kinds,
         stored=stored,
-    )
+    )  # fmt: skip
     segments = (ShardSegment(start_nbytes, 0, nbytes),) if nbytes else ()
     return Shard(rank, pages, start=0, stop=0, shares=(), frozen=(), segments=segments)
 

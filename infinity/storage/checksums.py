@@ -150,7 +150,8 @@ class BufferChecksums:
     def of(self, extents: Sequence[Extent]) -> bytes:
         """Returns the checksums of a buffer, 4 bytes for each page in native order."""
         if self._digester is not None:
-            self._digester.submit(_nothing).result()  # After the writes that were queued before.
+            # Behind the writes that were queued before.
+            self._digester.submit(lambda: None).result()
         return b"".join(
             self.tables[extent.path_index].of(extent.offset_nbytes, extent.nbytes)
             for extent in extents
@@ -204,9 +205,6 @@ class BufferChecksums:
     def _digest(self, extents: Sequence[Extent], address: int, known: PageDigests | None) -> None:
         nbytes = sum(extent.nbytes for extent in extents)
         self._put(extents, digest(address, nbytes) if known is None else known.finish(1))
-
-
-def _nothing() -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

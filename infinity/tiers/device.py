@@ -251,7 +251,7 @@ class DeviceAdapter:
     def begin_thread(self) -> Callable[[], None]:
         """The first call of a thread of the engine that looks at copies or starts some. The thread
         keeps the function, which refers to nothing else of the engine."""
-        return _do_nothing
+        return lambda: None
 
     def give_back_memory(self) -> None:
         """Returns cached memory that nothing uses to the driver."""
@@ -261,7 +261,3 @@ class DeviceAdapter:
 
     def close(self) -> None:
         """Waits for all copies and releases the device memory."""
-
-
-def _do_nothing() -> None:
-    return None

@@ -79,13 +79,9 @@ def import_groups(
     writes the layout that was read.
     """
     if not _is_transformers_model(model):
-        groups, unused = [], []
-        for name in source_names:
-            if name in targets:
-                groups.append(TensorGroup(first_target=name, sources=((name, name),)))
-            else:
-                unused.append(name)
-        return groups, unused
+        known = [name for name in source_names if name in targets]
+        groups = [TensorGroup(first_target=name, sources=((name, name),)) for name in known]
+        return groups, [name for name in source_names if name not in targets]
 
     require_release("transformers", "reading weights of a transformers model")
     from infinity.private.transformers import (
