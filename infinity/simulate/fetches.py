@@ -71,9 +71,13 @@ class Fetches:
             rounded_nbytes(u.fetched_nbytes) if u.fetched_nbytes else 0 for u in job.units
         )
         changing = frozenset(index for index, unit in enumerate(job.units) if unit.is_changed)
-        # A step makes gathered weights outdated.
-        defers = job.defers
-        outdated = frozenset(i for i in changing if _is_dropped(job.units[i], defers=defers))
+        # A step drops the weights in host memory that are assembled there, and those of a shard
+        # that is updated where it rests.
+        sharded, defers = [unit.sharded for unit in job.units], job.defers
+        outdated = frozenset(
+            i for i in changing
+            if sharded[i].is_gathered_on_host or (sharded[i].is_gathered and defers)
+        )  # fmt: skip
         if job.device_cache_nbytes is None:
             device: Sequence[Visit] = [Visit(unit, True) for unit in order] * passes
             skipped: frozenset[int] = frozenset()
@@ -192,9 +196,3 @@ class Fetches:
             self._read.pop(visit, None)
             self._host_free[visit] = free if copied is None else (copied,)
             self._device_free[visit] = free
-
-
-def _is_dropped(load: UnitLoad, *, defers: bool) -> bool:
-    """Whether a step drops the weights in host memory: assembled ones, and those of a shard that is
-    updated where it rests."""
-    return load.sharded.is_gathered_on_host or (load.sharded.is_gathered and defers)

@@ -257,11 +257,6 @@ class Rates:
         read_s = use.expert_nbytes / self.memory - use.expert_flops / self.flops
         return use.forward_flops * forwards / self.flops + forwards * max(read_s, 0.0)
 
-    @property
-    def checkpoint_slowness(self) -> float:
-        """The time of a byte of the checkpoint over the time of a byte that all drives read."""
-        return max(1.0, self.nvme_read / self.checkpoint_read)
-
     def norms_s(self, nbytes: float) -> float:
         """Returns the time of the norms of gradients on all threads beside a device."""
         return nbytes / min(self.norm * self.norm_threads, self.host)

@@ -133,7 +133,7 @@ def _with_nvme_times(drafted: Sequence[Operation], rates: Rates) -> list[Operati
 def _equal_nbytes(operation: Operation, rates: Rates) -> float:
     """Returns the bytes that all drives read or write in the time of the operation."""
     if operation.traffic == CHECKPOINT_READ:
-        return operation.nbytes * rates.checkpoint_slowness
+        return operation.nbytes * max(1.0, rates.nvme_read / rates.checkpoint_read)
     return operation.nbytes
 
 

@@ -111,12 +111,9 @@ class UnitUpdates:
         State that is not read ahead is read after `begins`; None: after the decision."""
         job, load = self._log.job, self._log.job.units[unit]
         decided = self._log.decided[-1]
-        # Weights on the device come to the host, and return.
-        travels = (
-            load.weights == "device"
-            and not job.shares_host_memory
-            and not self._are_weights_in_place(load)
-        )
+        # Weights on the device come to the host, and return, unless the device updates them there.
+        stay = job.updates_on_device and load.full_master in (None, "device")
+        travels = load.weights == "device" and not job.shares_host_memory and not stay
         if travels and load.checked_out_nbytes:
             weights_ready = self._log.move(
                 D2H, f"weights of {load.name}", load.checked_out_nbytes, [decided]
@@ -200,11 +197,6 @@ class UnitUpdates:
         if reads:
             self._ring.append(tuple(free))
         return updated
-
-    def _are_weights_in_place(self, load: UnitLoad) -> bool:
-        """Whether the device updates weights where they rest."""
-        is_of_device = load.full_master in (None, "device")
-        return load.weights == "device" and self._log.job.updates_on_device and is_of_device
 
     def _update_on_device(
         self, load: UnitLoad, name: str, share: Callable[[int], int], before: Sequence[int | None]

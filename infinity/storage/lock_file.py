@@ -79,7 +79,8 @@ class DirectoryLock:
         """
         if self._fd < 0:
             return
-        kept = tuple(name for name in (*self.kept, *keep) if self._is_there(name))
+        names, place = (*self.kept, *keep), os.path.dirname(self._path)
+        kept = tuple(name for name in names if os.path.exists(os.path.join(place, name)))
         if not is_same_file(self._fd, self._path):
             pass  # The directory was removed, and may be another job's by now.
         elif kept:
@@ -141,9 +142,6 @@ class DirectoryLock:
             "kept": kept,
         }
         write_holder(self._fd, self._path, holder)
-
-    def _is_there(self, name: str) -> bool:
-        return os.path.exists(os.path.join(os.path.dirname(self._path), name))
 
 
 _held_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()

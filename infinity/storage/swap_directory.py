@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,7 +62,10 @@ class SwapDirectory:
         self.swap_paths = tuple(os.path.join(path, name) for name in names)
         self._fds: list[int] = []
         try:
-            self._remove_stale_files(keep=names if adopt else ())
+            kept = {*self._lock.kept, *(names if adopt else ())}
+            for name in filter(is_swap_name, _names_in(path)):
+                if name not in kept:  # Of a dead job.
+                    remove_swap_file(os.path.join(path, name))
             for swap_path in self.swap_paths:
                 is_there = adopt is not None and os.path.lexists(swap_path)
                 self._fds.append(_open(swap_path) if is_there else _create(swap_path))
@@ -180,12 +183,6 @@ class SwapDirectory:
             if remove:
                 unlink_logged(path)
         self._fds.clear()
-
-    def _remove_stale_files(self, *, keep: Collection[str] = ()) -> None:
-        """Removes the files of dead jobs that are not to be kept. The lock is held."""
-        for name in _names_in(self.path):
-            if is_swap_name(name) and name not in self._lock.kept and name not in keep:
-                remove_swap_file(os.path.join(self.path, name))
 
 
 def _ensure_directory(path: str) -> bool:

@@ -179,10 +179,6 @@ class DeviceAdapter:
         """A region without memory. `name`: of the unit, for messages."""
         raise NotImplementedError
 
-    def reserve_resident(self, memory: torch.Tensor) -> Region:
-        """A region that is always attached, over `memory` from `allocate`."""
-        return Region(memory)
-
     def attach(self, region: Region, block: Block) -> Copy:
         """Starts bringing the block's bytes in. The block stays lent until `Copy.wait` or,
         where memory is shared, until `detach`."""

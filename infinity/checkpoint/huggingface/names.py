@@ -422,12 +422,6 @@ def is_expected_extra(model: nn.Module, name: str) -> bool:
     )
 
 
-def is_expected_missing(model: nn.Module, name: str) -> bool:
-    """Whether transformers accepts a file without tensor `name`."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
 def _is_transformers_model(model: nn.Module) -> bool:
     try:
         from transformers import PreTrainedModel
@@ -519,7 +513,8 @@ class ModelView:
 
         The model computes its buffers itself, and transformers lists some weights by pattern.
         """
-        return bool(self.targets[name].buffers) or is_expected_missing(self.model, name)
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or ()
+        return bool(self.targets[name].buffers) or any(re.search(p, name) for p in patterns)
 
     def computes(self, name: str) -> bool:
         """Whether `name` is a buffer that the model computes itself; older versions saved some."""

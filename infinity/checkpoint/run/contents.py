@@ -130,14 +130,11 @@ def state_tensors(
             continue
         for state_kind in (StateKind.MASTER, *MOMENT_KINDS):
             dtype = unit.dtype(state_kind)
+            is_residual = state_kind is StateKind.MASTER and unit.has_residual
             # A residual beside fp32 weights is zero, always.
-            is_zero = (
-                state_kind is StateKind.MASTER
-                and unit.has_residual
-                and spec.facts.dtype is not torch.bfloat16
-            )
+            is_zero = is_residual and spec.facts.dtype is not torch.bfloat16
             if dtype is not None and has_kind(state_kind) and not is_zero:
-                name = f"{spec.name}.{_suffix(unit, state_kind)}"
+                name = f"{spec.name}.{'residual' if is_residual else state_kind.value}"
                 yield StateTensor(name, state_kind, spec, dtype, share=share)
                 if unit.is_8bit(state_kind):
                     name = f"{name}.{scales_suffix(weight.full)}"
@@ -187,10 +184,6 @@ def digest_of_state(state: StateAccess) -> str:
                         sha256.update(tensor_bytes(values))
     # Without the names, of which that of one adapter among several is a part.
     return hashlib.sha256(b"".join(found[key].digest() for key in sorted(found))).hexdigest()
-
-
-def _suffix(unit: Unit, state_kind: StateKind) -> str:
-    return "residual" if state_kind is StateKind.MASTER and unit.has_residual else state_kind.value
 
 
 def scales_suffix(spec: TensorSpec) -> str:

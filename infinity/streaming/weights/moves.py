@@ -89,7 +89,7 @@ class WeightMoves:
         """Returns the unit's weights where they rest, with a region on the device."""
         location = self._store.location(unit, StateKind.PARAMETERS)
         if isinstance(location, DeviceLocation):
-            region = self.device.reserve_resident(location.memory)
+            region = Region(location.memory)
             return Weights(unit, region, False, True, WeightState.ATTACHED)
         region = self.device.reserve(unit.weight_nbytes, unit.name)
         if isinstance(location, HostLocation):
