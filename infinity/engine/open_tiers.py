@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from infinity.config.schema.tiers import NvmeTier
 from infinity.distributed.group import path_of_job
 from infinity.engine.lay_out import RunPlan
 from infinity.observe import Counters
+from infinity.state.spare_generations import nearest
 from infinity.storage.arena import Arena, can_share
 from infinity.storage.native_engine import open_configured
 from infinity.storage.protocol import StorageEngine
@@ -136,7 +136,4 @@ def _nvme_nbytes(tier: NvmeTier) -> int | None:
     """Returns the limit of one path; None means the free space less a reserve."""
     if tier.capacity.is_auto:
         return None
-    there = Path(tier.path)
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    return tier.capacity.resolve(shutil.disk_usage(there).free)
+    return tier.capacity.resolve(shutil.disk_usage(nearest(tier.path)).free)

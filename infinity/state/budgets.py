@@ -451,22 +451,17 @@ def _staging_ring(
     chunk_nbytes, num_slots = plan_staging_slots(
         working_nbytes - max(weights_nbytes, request.in_use.host_held_nbytes),
         request.config.schedule.update_chunk,
-        units_nbytes=_updated_nbytes(units, placement),
+        # In fp32, of each unit whose state travels: over ranks that is a shard.
+        units_nbytes=[
+            unit.state_numel * STATE_ITEM_NBYTES
+            for unit in units
+            if not travelling or any((unit.index, kind) in placement.tiers for kind in travelling)
+        ],
         travelling_nbytes=sum(staging_nbytes(units, travelling, granule_nbytes).values()),
         granule_nbytes=granule_nbytes,
     )
     slot_nbytes = sum(staging_nbytes(units, travelling, chunk_nbytes).values())
     return chunk_nbytes, num_slots, num_slots * slot_nbytes
-
-
-def _updated_nbytes(units: Sequence[Unit], placement: StatePlacement) -> list[int]:
-    """The fp32 bytes of each unit whose state travels: over ranks that is a shard."""
-    travelling = placement.travelling()
-    return [
-        unit.state_numel * STATE_ITEM_NBYTES
-        for unit in units
-        if not travelling or any((unit.index, kind) in placement.tiers for kind in travelling)
-    ]
 
 
 def _window_nbytes(request: _Request, working_nbytes: int) -> int:

@@ -128,14 +128,14 @@ def free_nvme_nbytes(tiers: Iterable[NvmeTier]) -> float:
     file system its free space."""
     limits: dict[int, float] = {}
     for tier in tiers:
-        there = _nearest(tier.path)
+        there = nearest(tier.path)
         device, free_nbytes = os.stat(there).st_dev, float(shutil.disk_usage(there).free)
         limit = free_nbytes if tier.capacity.is_auto else tier.capacity.resolve(int(free_nbytes))
         limits[device] = min(limits.get(device, 0.0) + limit, free_nbytes)
     return sum(limits.values())
 
 
-def _nearest(path: Path) -> Path:
+def nearest(path: Path) -> Path:
     """Returns the path, or its nearest parent that exists and can be reached."""
     while not os.path.exists(path) and path != path.parent:
         path = path.parent
@@ -144,4 +144,4 @@ def _nearest(path: Path) -> Path:
 
 def _file_systems(paths: Iterable[Path]) -> set[int]:
     """Returns st_dev of each path, or of its nearest existing parent directory."""
-    return {os.stat(_nearest(path)).st_dev for path in paths}
+    return {os.stat(nearest(path)).st_dev for path in paths}

@@ -102,9 +102,12 @@ def _write(
                     writers[shard] = SafetensorsWriter(
                         directory / shard, plan.shards[shard], metadata={"format": "pt"}
                     )
-                if tiles:
-                    _write_tiles(writers[shard], name, tiles, read)
-                else:
+                start = 0
+                for tile in tiles:
+                    part = read(tile).contiguous()
+                    writers[shard].write_part(name, start, part)
+                    start += part.numel()
+                if not tiles:
                     writers[shard].write(name, made.pop(name))
                 if writers[shard].is_complete:
                     writers[shard].finish()
@@ -315,14 +318,6 @@ def _tiles_of(model: nn.Module) -> Callable[[TensorGroup], list[str]]:
         return [handle.name_in_model.removeprefix(prefix) for handle in handles]
 
     return tiles_of
-
-
-def _write_tiles(writer: SafetensorsWriter, name: str, tiles: list[str], read: Read) -> None:
-    start = 0
-    for tile in tiles:
-        part = read(tile).contiguous()
-        writer.write_part(name, start, part)
-        start += part.numel()
 
 
 def _fetcher(model: nn.Module, read: Read) -> Read:

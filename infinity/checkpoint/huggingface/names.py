@@ -204,7 +204,8 @@ def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:
 
     collected: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     for name in sorted((group.first_target for group in plain), key=dot_natural_key):
-        target, pattern = _first_match(name, converters)
+        matches = (converter.rename_source_key(name) for converter in converters)
+        target, pattern = next((match for match in matches if match[1] is not None), (name, None))
         if pattern is None:
             collected.setdefault(rename(name), (None, []))[1].append((name, name))
         else:
@@ -218,15 +219,6 @@ def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:
         )
         for target, (transform, sources) in collected.items()
     ]
-
-
-def _first_match(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
-    """Returns (target, pattern) by the one converter that takes `name`; (name, None) without it."""
-    for converter in converters:
-        target, pattern = converter.rename_source_key(name)
-        if pattern is not None:
-            return target, pattern
-    return name, None
 
 
 def planned_targets(

@@ -283,19 +283,15 @@ def own_weights(state: StateAccess, divided: Partition) -> Iterator[KindRange]:
                 continue
             low = align_down(min(start for start, _ in places), PAGE_NBYTES)
             high = align_up(max(stop for _, stop in places), PAGE_NBYTES)
-            tensors = tuple(
-                LinkedTensor(
-                    share.full.name,
-                    dtype_name(share.full.facts.dtype),
-                    share.full.facts.shape,
-                    share.full.facts.stride,
-                    start - low,
-                    share.start,
-                    share.part.numel,
-                )
+            tensors = [
+                LinkedTensor(*_form(share.full.facts), start - low, share.start, share.part.numel)
                 for share, (start, _) in zip(shares, places, strict=True)
-            )
-            yield KindRange(full_unit, StateKind.PARAMETERS, low, high, tensors)
+            ]
+            yield KindRange(full_unit, StateKind.PARAMETERS, low, high, tuple(tensors))
+
+
+def _form(facts: TensorFacts) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
+    return facts.name, dtype_name(facts.dtype), facts.shape, facts.stride
 
 
 def _weight_range(share: ShardSlice) -> tuple[int, int]:
@@ -401,8 +397,8 @@ def _empty_ranges(state: StateAccess, divided: Partition) -> list[KindRange]:
     for unit in state.full_units if divided.rank == 0 else ():
         if unit.stored is not None:
             continue
-        facts = [spec.facts for spec in unit.tensors if not spec.numel]
-        rows = [LinkedTensor(f.name, dtype_name(f.dtype), f.shape, f.stride, 0) for f in facts]
+        empty = [spec.facts for spec in unit.tensors if not spec.numel]
+        rows = [LinkedTensor(*_form(facts), 0) for facts in empty]
         if rows:
             found.append(KindRange(unit, StateKind.PARAMETERS, 0, 0, tuple(rows)))
     return found

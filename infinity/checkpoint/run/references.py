@@ -188,9 +188,8 @@ def check_reference(path: Path, shards: ShardFiles | None) -> None:
     if rows is None or shards is None:
         return
     own = {Path(identity.path).name: identity for identity in shards.identities.values()}
-    saved = {Path(identity.path).name: identity for identity, _ in rows}
-    for name, identity in saved.items():
-        found = own.get(name)
+    for identity, _ in rows:
+        found = own.get(Path(identity.path).name)
         if found is None:
             raise ConfigError(
                 f"{path} was trained over {identity.path}, and none of the files in which the "
