@@ -135,11 +135,9 @@ class _EngineSource:
     def _raw(self, unit: Unit, kind: Kind) -> Iterator[Part]:
         """Yields parts in memory order; joins a master from weight and residual."""
         if kind == "master":
-            yield from self._masters(unit)
-        elif kind == "weight":
-            yield from self._state.parts(unit, StateKind.PARAMETERS)
-        else:
-            yield from self._state.parts(unit, StateKind(kind))
+            return self._masters(unit)
+        state_kind = StateKind.PARAMETERS if kind == "weight" else StateKind(kind)
+        return self._state.parts(unit, state_kind)
 
     def _masters(self, unit: Unit) -> Iterator[Part]:
         weight_cache = self._state.weight_cache

@@ -150,23 +150,19 @@ def kept_tensors(state: StateAccess) -> KeptTensors:
     """Returns the tensors that this process keeps now, unit by unit.
 
     Of a sharded model these are the tensors of its shards, and the weights that every rank has in
-    full; units that rest in the files of their base are left out.
+    full; units that rest in the files of their base have none.
     """
-    divided = state.partition
-    if divided is None:
-        return [
-            (unit, list(state_tensors(unit, has_kind=has_kind, has_gradient=state.has_gradient)))
-            for unit in state.units
-            for has_kind in [partial(state.has_kind, unit)]
-        ]
-    shares = {
-        share.part: share for shard in divided.local for share in (*shard.shares, *shard.frozen)
-    }
+    local = () if state.partition is None else state.partition.local
+    shares = {share.part: share for shard in local for share in (*shard.shares, *shard.frozen)}
     kept = []
-    for unit in (unit for unit in state.units if unit.stored is None):
+    for unit in state.units:
         has_kind = partial(state.has_kind, unit)
-        tensors = state_tensors(unit, has_kind=has_kind, shares=shares)
-        kept.append((unit, [tensor for tensor in tensors if has_kind(tensor.state_kind)]))
+        if state.partition is None:
+            found = state_tensors(unit, has_kind=has_kind, has_gradient=state.has_gradient)
+        else:
+            of_shard = state_tensors(unit, has_kind=has_kind, shares=shares)
+            found = (tensor for tensor in of_shard if has_kind(tensor.state_kind))
+        kept.append((unit, list(found)))
     return kept
 
 

@@ -119,10 +119,8 @@ def _inspect(path: Path, *, verify: bool) -> Inspection:
                     check_extent(path / file.name, extent)
                 except InfinityError as error:
                     faults.append(str(error))
-    if verify:
         faults += [fault for state in linked for fault in state.faults()]
-    if verify and manifest is not None and not faults:
-        faults += _fault_of_contents(path, manifest)
+        faults += _fault_of_contents(path, manifest) if not faults else []
     return Inspection(
         path=path,
         manifest=manifest,
