@@ -145,7 +145,10 @@ def _bound_expansion(root: Any) -> None:
         if count > _MAX_YAML_NODES:
             raise MalformedError(f"its aliases expand to more than {_MAX_YAML_NODES} values", line)
         if depth > MAX_DEPTH:
-            raise MalformedError(f"it is nested too deeply: more than {MAX_DEPTH} levels", line)
+            raise MalformedError(
+                f"it is nested too deeply, or an alias is a part of itself: more than {MAX_DEPTH} "
+                "levels", line,
+            )  # fmt: skip
         for row in [] if isinstance(node.value, str) else node.value:
             waiting += [(cell, depth + 1) for cell in (row if isinstance(row, tuple) else (row,))]
 

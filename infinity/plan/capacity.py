@@ -253,7 +253,7 @@ def with_checkpoint_tier(config: SwapConfig) -> SwapConfig:
 def by_kind(found: Fitted) -> dict[str, dict[str, int]]:
     """Returns the bytes at rest by kind of state and tier. A frozen base is a kind of its own,
     "base"; in place, its tier beside the host is "checkpoint", and a rank has its shards of it if
-    `sharding` has devices that exchange them, else all of it."""
+    devices exchange them, else all of it."""
     model, sharding, units = found.model, found.sharding, found.units
     is_divided = sharding is not None and sharding.reads_stored_shards
     placed: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))

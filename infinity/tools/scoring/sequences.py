@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,12 @@ def read_sequences(
         tokenizer = open_tokenizer(choice.value)
         texts, records = collect_files([DataSource.model_validate(str(path)) for path in paths])
         if texts:
-            if tokenizer.begin("a") != tokenizer.encode("a"):
-                _log.warning(
-                    "the tokenizer begins a text with a token of its own, and pieces of a text "
-                    'file have none; {"text": ...} in a .jsonl file has it'
-                )
+            with suppress(ConfigError):  # Of a tokenizer that lacks this letter.
+                if tokenizer.begin("a") != tokenizer.encode("a"):
+                    _log.warning(
+                        "the tokenizer begins a text with a token of its own, and pieces of a text "
+                        'file have none; {"text": ...} in a .jsonl file has it'
+                    )
             found = list(_of_texts(texts, tokenizer, max_length))
         else:
             with refusing_texts(tokenizer.name):

@@ -37,8 +37,8 @@ from infinity.tools.training.trainer import check_state
 
 _HELD_OUT = f"the SHA-256 of the {HELD_OUT}"
 _BASE = "the base's config.json"
-# Keys of the learning rate over the run, and its length. A continuation may change them on request,
-# and so it may what the base says of itself and the data that is not learned.
+# The learning rate over the run, its length, and the held-out data: what a continuation may change
+# on request, as it may the settings of the base (`_BASE`).
 _ACCEPTED = frozenset((
     "optimizer.lr", "train.steps", "train.epochs", "train.schedule", "train.warmup_steps",
     "train.min_lr_ratio", _HELD_OUT,

@@ -174,7 +174,7 @@ def make_trainer(
 def _lack_of_end(processing: Any, data: JobData) -> str:
     """Returns what to say of a tokenizer of records without an end-of-text token, "" for another.
     Raises ConfigError for one that also has no token to fill batches with."""
-    words = getattr(processing, "tokenizer", processing)
+    words = processing if data.processor is None else processing.tokenizer
     if words is None or data.is_ready or words.eos_token is not None:
         return ""
     if words.pad_token is None:
@@ -182,7 +182,7 @@ def _lack_of_end(processing: Any, data: JobData) -> str:
             f"data.tokenizer: {words.name_or_path} has neither eos_token nor pad_token, with which "
             "batches of records are filled; name one in its tokenizer_config.json"
         )
-    return "; the tokenizer has no eos_token (tokenizer_config.json), with which such records end"
+    return "; perhaps because the tokenizer has no eos_token (tokenizer_config.json)"
 
 
 def with_patience(state: dict[str, Any], patience: int) -> tuple[dict[str, Any], bool]:
