@@ -224,8 +224,9 @@ def _measured(
 
 
 def _held_out(trainer: Any, config: JobConfig, data: JobData) -> dict[str, str]:
-    """Returns the digest of the data that is evaluated, by its name; none without such data."""
-    if trainer.held_out is None:
+    """Returns the digest of the data that is evaluated, by its name; none without such data, and
+    where it is a part of the one text whose digest is that of the tokens."""
+    if trainer.held_out is None or len(data.files) == 1:
         return {}
     rows = trainer.held_out
     sha256 = _measured(rows, trainer, config, data.files[-1:])[2]
