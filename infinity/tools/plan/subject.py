@@ -223,10 +223,10 @@ def with_generation(config: SwapConfig, model: PlannedModel, found: Forecast) ->
     alone = changed(config, {"schedule.micro_batch": None})
     token = Batch(rows, 1, has_backward=False)
     path = options.reward_model
-    is_scored = options.is_served or options.beta > 0 or (path is not None and is_adapter(path))
+    has_scores = options.is_served or options.beta > 0 or (path is not None and is_adapter(path))
     return replace(
         found,
         num_generated=options.max_completion_length,
         of_token=None if options.is_served else forecast_again(found, alone, model, batch=token),
-        of_scores=forecast_again(found, config, model, batch=batch) if is_scored else None,
+        of_scores=forecast_again(found, config, model, batch=batch) if has_scores else None,
     )

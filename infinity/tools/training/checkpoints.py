@@ -30,13 +30,13 @@ from infinity.config import JobConfig
 from infinity.config.schema import numbers
 from infinity.config.swap import COMMITS_NAME, COPYING_NAME
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
-from infinity.tools.training.job import HELD_OUT, Job
+from infinity.tools.training.job import BASE_CONFIG, HELD_OUT, Job
 from infinity.tools.training.output import BEST_NAME
 from infinity.tools.training.report import Reporter, Summary
 from infinity.tools.training.trainer import check_state
 
 _HELD_OUT = f"the SHA-256 of the {HELD_OUT}"
-_BASE = "the base's config.json"
+_BASE = f"the {BASE_CONFIG}"
 # The learning rate over the run, its length, and the held-out data: what a continuation may change
 # on request, as it may the settings of the base (`_BASE`).
 _ACCEPTED = frozenset((

@@ -55,7 +55,9 @@ from infinity.tools.training.teacher import Teacher
 from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer, refusing_texts
 from infinity.tools.training.trainer import make_trainer
 
-HELD_OUT = "held-out data"  # Its digest in `Job.others`.
+# Keys of `Job.others`.
+HELD_OUT = "held-out data"
+BASE_CONFIG = "base's config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +242,7 @@ def _has_images(rows: Any) -> bool:
 def _others(trainer: Any, config: JobConfig, base_settings: dict[str, str]) -> dict[str, str]:
     found = {} if trainer.teacher is None else {"teacher": trainer.teacher.sha256}
     if base_settings:
-        found["base's config.json"] = digest_of_settings(base_settings)
+        found[BASE_CONFIG] = digest_of_settings(base_settings)
     if _has_images(trainer.train_dataset):
         found["images"] = digest_of_images(trainer.train_dataset)
     if trainer.denoising is not None:
