@@ -95,9 +95,9 @@ def _train(
         "model": {"path": str(place / "base"), "seed": 5},
         "data": {"paths": [str(data)], "sequence_length": 32, "held_out": 0.1},
         "train": {
-            "method": method, "steps": steps, "batch_size": 2, "gradient_accumulation_steps": 2, "eval_every": 4,
+            "method": method, "steps": steps, "batch_size": 2, "gradient_accumulation_steps": 2, "eval_every": 3,
             "schedule": "cosine", "warmup_steps": min(2, steps - 1), "eval_batches": 1,
-            "threads": 1 if share < 1 else "auto",
+            "threads": 1 if share < 1 else "auto", "keep_best": share < 1,
         },
         "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5},
         "output": {"directory": str(place / "run")},
@@ -171,7 +171,9 @@ def test_what_a_server_samples_is_not_computed_again(over_awq, tmp_path) -> None
     run = Path(shutil.copytree(over_awq.run, tmp_path / "run"))
     grpo = {"rewards": ["rewards:length"], "sampler": "http://localhost:1"}
     grpo["max_completion_length"] = 8
-    for key, value in (("grpo", grpo), ("method", "grpo"), ("eval_every", 0)):
+    for key, value in (
+        ("grpo", grpo), ("method", "grpo"), ("eval_every", 0), ("keep_best", False)
+    ):  # fmt: skip
         _in_marker("config", "train", key, value=value)(Made(run, run, run), None)
     with pytest.raises(
         ConfigError, match=r"grpo\.sampler: http://localhost:1 samples other tokens"

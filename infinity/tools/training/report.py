@@ -29,7 +29,7 @@ from infinity.config.machine import read_nbytes
 from infinity.errors import ConfigError
 from infinity.observe import Tracer, chrome
 from infinity.sizes import GIB, format_nbytes
-from infinity.tools.training.metrics import MetricsFile, digest_of_random
+from infinity.tools.training.metrics import MetricsFile
 from infinity.tools.training.process import lost_streams
 
 # Counter of the bytes -> the usual name of the link.
@@ -44,7 +44,7 @@ _SUMMED = (*LINKS, *WAITS, "update_s", "num_tokens")
 _NUMBERS = {*_SUMMED, "elapsed_s", "tokens_per_s", "learning_rate", "host_in_use_nbytes",
             "peak_rss_nbytes", "steps"}  # fmt: skip
 _OF_STEP = ("loss", "held_out_loss", "learning_rate", "epoch", "grad_norm", "num_tokens", "skipped",
-            "rows", "gradients")  # fmt: skip
+            "rows", "gradients", "random")  # fmt: skip
 # Facts of a run that its summary says as they are.
 _OF_RUN = ("resumed_at", "interrupted_by", "stopped_early", "best_step", "num_parameters",
            "update_on", "host_in_use_max_nbytes", "checkpoint", "export_directory", "sample",
@@ -98,6 +98,7 @@ class Step:
     losses: list[float] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)  # Digests of the batches' rows.
     gradients: str | None = None  # A digest of the norms of all gradients.
+    random: str | None = None  # A digest of the generators, before an evaluation.
     total: Any = 0.0
     spoilt: tuple[Any, Any] | None = None
     before: Step | None = None  # The step before, whose evaluation may still come.
@@ -120,7 +121,6 @@ def line_of(step: Step, before: Snapshot, after: Snapshot, elapsed_s: float) -> 
         **step.measured(),  # First: a reward may log any name.
         "step": step.number,
         **{name: getattr(step, name) for name in _OF_STEP},
-        "random": digest_of_random(),
         "elapsed_s": elapsed_s,
         "tokens_per_s": step.num_tokens / elapsed_s,  # Of all ranks.
         **moved,

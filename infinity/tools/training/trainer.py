@@ -48,7 +48,7 @@ from infinity.tools.training.methods import (
     telling_rewards,
     trainer_arguments,
 )
-from infinity.tools.training.metrics import digest, digests_of_rows
+from infinity.tools.training.metrics import digest, digest_of_random, digests_of_rows
 from infinity.tools.training.ranks import JobRank
 from infinity.tools.training.report import Step
 from infinity.tools.training.teacher import Teacher, give_head, taught
@@ -490,8 +490,8 @@ class RunTrainer(OffloadedTrainer):
         is_last, now = step >= self.state.max_steps, self._now
         self.control.should_log |= is_last
         self.control.should_evaluate |= is_last and self.args.eval_strategy != "no"
+        now.number, now.epoch, now.random = step, self.state.epoch, digest_of_random()
         self._take_evaluation(None)
-        now.number, now.epoch = step, self.state.epoch
         now.numbers = self.job_run.end_step(now, is_evaluated=bool(self.control.should_evaluate))
         best = self.state.best_metric
         super()._maybe_log_save_evaluate(*args, **options)
