@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from infinity.config import SwapConfig
-from infinity.errors import CapacityError, ConfigError
+from infinity.errors import CapacityError, ConfigError, CorruptionError
 from infinity.plan.directory import read_directory
 from infinity.simulate.job import batch_of
 from infinity.tools.plan.subject import batch_for, planned_model
@@ -102,6 +103,20 @@ def test_killed_and_resumed_every_adapter_has_the_bits_of_its_own_run(
     assert summary["others"]["plain"]["stopped_early"]
     compare(several, expected)
     assert {line["adapter"] for line in lines_of(places(several)["dora"])} == {"dora"}
+
+
+def test_a_damaged_checkpoint_of_one_of_several_is_got_round_as_it_says(
+    several: dict[str, Any],
+) -> None:
+    several["train"] |= {"steps": 2, "eval_every": 0}
+    several["checkpoint"] = {"every": 1}
+    run(several)
+    newest = places(several)["dora"] / "checkpoints/step-00000002"
+    (newest / "manifest.json").write_text("{}")
+    with pytest.raises(CorruptionError, match=f"with --resume when {newest} is removed"):
+        run(several, resume=True)
+    shutil.rmtree(newest)
+    assert run(several, resume=True)["others"]["dora"]["resumed_at"] == 1
 
 
 # The second adapter ends its process before the checkpoint of a step, and after that of the first.

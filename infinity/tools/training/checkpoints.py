@@ -114,12 +114,12 @@ def naming_older(config: JobConfig, path: Path) -> Iterator[None]:
     try:
         yield
     except CorruptionError as error:
-        older = _newest_before(config, path)
-        hint = (
-            f"; the one before it is {older}: go on from it with --resume-from {older}"
-            if older is not None
-            else "; there is none before it"
-        )
+        hint, older = "; there is none before it", _newest_before(config, path)
+        if older is not None:
+            way = f"with --resume-from {older}"
+            if config.adapter is not None and config.adapter.name is not None:  # Maybe of several.
+                way = f"with --resume when {path} is removed"
+            hint = f"; the one before it is {older}: go on from it {way}"
         raise error.with_detail(f"{error.detail} (in the checkpoint {path}){hint}") from error
 
 
