@@ -493,7 +493,7 @@ def test_train_refuses_impossible_runs_before_it_makes_a_swap_file(
         assert [entry.name for entry in (tmp_path / "output").iterdir()] == ["thesis.tex"]
 
 
-def test_a_full_drive_costs_checkpoints_and_not_the_run(table, monkeypatch):
+def test_a_full_drive_costs_checkpoints_and_best_weights_and_not_the_run(table, monkeypatch):
     """One that cannot hold a checkpoint at the start is refused. A quota is like a full drive."""
     codes = itertools.cycle([errno.ENOSPC, errno.EDQUOT])
 
@@ -501,12 +501,19 @@ def test_a_full_drive_costs_checkpoints_and_not_the_run(table, monkeypatch):
         raise StorageError(next(codes), operation=operation, path=str(directory), nbytes=nbytes)
 
     table["checkpoint"] = {"every": 2}
+    table["train"] |= {"eval_every": 2, "keep_best": True}
     table["tiers"].pop("nvme")  # A swap directory keeps the step.
     table["placement"] = dict.fromkeys(("parameters", "master", "moments", "gradients"), "host")
     with monkeypatch.context() as patch:
         patch.setattr("infinity.checkpoint.run.save.check_space", refuse)
+        patch.setattr(
+            "infinity.checkpoint.huggingface.export_weights.check_space",
+            lambda path, nbytes: refuse(path, nbytes) if path.name == "best" else None,
+        )
         summary, printed = run(table)
-    assert [f"no checkpoint of step {step}" in printed for step in (2, 4)] == [True, True]
+    for what in ("checkpoint of step", "best weights, of step"):
+        assert [f"no {what} {step}" in printed for step in (2, 4)] == [True, True]
+    assert summary["best_step"] is None
     assert "No space left" in printed and "Disk quota exceeded" in printed
     assert summary["steps_done"] == 4 and summary["checkpoint"] is None
     card = (Path(summary["export_directory"]) / "README.md").read_text()

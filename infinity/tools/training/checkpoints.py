@@ -347,7 +347,7 @@ class RunCheckpoints:
 
     def after_step(self, step: int) -> None:
         """Saves or commits the step, if its turn has come."""
-        with self._full_drive_spared(step):
+        with self.full_drive_spared(f"checkpoint of step {step}"):
             if self._saving is not None and self._saving.done():
                 self._note_saved(self._saving)
             if self._is_saved(step):
@@ -361,22 +361,21 @@ class RunCheckpoints:
     def end(self, step: int) -> None:
         """Saves the last step, and waits for its copy. An interrupted run has nothing else."""
         is_last = self._job.rank.interrupt.received is not None
-        with nullcontext() if is_last else self._full_drive_spared(step):
+        with nullcontext() if is_last else self.full_drive_spared(f"checkpoint of step {step}"):
             self.save(step)
             self.end_copy()
 
     @contextmanager
-    def _full_drive_spared(self, step: int) -> Iterator[None]:
-        """Leaves out a checkpoint for which the drive has no space, with a warning: what was
-        trained is worth more. With a swap directory, which keeps the step, the run ends."""
+    def full_drive_spared(self, what: str) -> Iterator[None]:
+        """Leaves out files for which the drive has no space, with a warning: what was trained is
+        worth more. With a swap directory, which keeps the step, the run ends."""
         try:
             yield
         except StorageError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not is_full or self._job.rank.count > 1 or self._config.tiers.nvme:
                 raise
-            self._saving = None
-            self._reporter.note(f"warning: no checkpoint of step {step}: {error}; the run goes on")
+            self._reporter.note(f"warning: no {what}: {error}; the run goes on")
 
     def save(self, step: int) -> None:
         """Saves a checkpoint of this step, if the file has `[checkpoint]` and none exists yet."""
@@ -436,8 +435,8 @@ class RunCheckpoints:
 
     def _note_saved(self, saving: Saving) -> None:
         """Waits until the checkpoint is durable; raises its error."""
-        self._summary.checkpoint = str(saving.wait())
         self._saving = None
+        self._summary.checkpoint = str(saving.wait())
 
     def _position(self, step: int) -> dict[str, Any]:
         """Returns the part of a checkpoint that is neither model nor optimizer."""

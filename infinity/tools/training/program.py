@@ -339,10 +339,11 @@ class Run:
         step. Returns whether the run ends."""
         self.report_step(step)
         if is_best and self._config.train.keep_best:
-            if self._job.rank.is_first:
-                self._write_weights(self._config.output.directory / BEST_NAME)
-            self._wait_for_all("the best weights")
-            self.summary.best_step = step.number
+            with self.checkpoints.full_drive_spared(f"best weights, of step {step.number}"):
+                if self._job.rank.is_first:
+                    self._write_weights(self._config.output.directory / BEST_NAME)
+                self._wait_for_all("the best weights")
+                self.summary.best_step = step.number
         if step.held_out_loss is not None and self.summary.is_on_plateau:
             self._notify("plateau", "the held-out loss falls no more")
         self.checkpoints.after_step(step.number)
