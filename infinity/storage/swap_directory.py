@@ -152,8 +152,7 @@ class SwapDirectory:
         works, else the reason."""
         end_nbytes = max(self.size_nbytes, self._adopted_sizes[0])
         try:
-            flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW
-            fd = os.open(self.swap_path, flags)
+            fd = os.open(self.swap_path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW)
         except OSError as error:
             return f"open with O_DIRECT failed: {error.strerror}"
         try:
@@ -166,8 +165,8 @@ class SwapDirectory:
         except OSError as error:
             return f"a direct write failed: {error.strerror}"
         finally:
-            os.ftruncate(fd, end_nbytes)
-            os.close(fd)
+            with reporting("truncate", self.swap_path), open(fd, "rb", buffering=0):
+                os.ftruncate(fd, end_nbytes)
 
     def close(self, *, remove: bool) -> None:
         """Removes the swap files, or leaves them to checkpoints, and releases the lock.

@@ -263,6 +263,21 @@ def test_a_full_drive_is_named_and_its_lock_file_is_unchanged(
     assert lock.read_text() == content
 
 
+def test_a_drive_that_fails_where_direct_writes_are_tried_is_named(
+    threads: StorageEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truncate = os.ftruncate
+
+    def broken(fd: int, length: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".swap"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        truncate(fd, length)
+
+    monkeypatch.setattr(os, "ftruncate", broken)
+    with pytest.raises(StorageError, match=r"truncate of .*\.swap.*Input/output error"):
+        Volume(threads, [VolumePath(str(tmp_path / "drive"))])
+
+
 def test_directory_of_a_killed_process_is_taken_over_and_cleaned(
     threads: StorageEngine, tmp_path: Path, start_holder
 ) -> None:
