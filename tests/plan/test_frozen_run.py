@@ -131,11 +131,12 @@ def test_a_step_of_an_adapter_is_planned_as_long_as_its_rehearsal_took(
     tiny_causal_lm(architecture, num_hidden_layers=2, vocab_size=256).save_pretrained(tmp_path)
     steps, seen = rehearsal._steps, []
 
-    def in_a_second(own: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, list[float]]:
+    def in_a_second(own: Any, ids: torch.Tensor, micro_batch: int | None) -> Any:
         units = infinity.engine_of(own).store.units
         num_trained = sum(tensor.numel for unit in units for tensor in unit.trainable())
         seen.append((num_trained, tuple(ids.shape), micro_batch))
-        return {track: [1.0, 1.0, 1.0, 2.0] for track in steps(own, ids, micro_batch)}
+        found, length = steps(own, ids, micro_batch)
+        return {track: [1.0, 1.0, 1.0, 2.0] for track in found}, length
 
     monkeypatch.setattr(rehearsal, "_steps", in_a_second)
     has_experts = architecture == "qwen3-moe"
@@ -154,6 +155,21 @@ def test_a_step_of_an_adapter_is_planned_as_long_as_its_rehearsal_took(
     planned = forecast(settings, model, machine, batch).step
     assert planned.busy_s["compute"] == pytest.approx(1.0, rel=0.05)
     assert "computing" in measure(settings, model, batch).source.partition(UNSURE)[2]
+
+
+def test_a_slow_processor_rehearses_few_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products in bf16 may take a hundred times as long as in fp32, and a plan ten minutes."""
+    tiny_causal_lm("llama", num_hidden_layers=2, vocab_size=256).save_pretrained(tmp_path)
+    steps, seen = rehearsal._steps, []
+    monkeypatch.setattr(rehearsal, "_steps", lambda *args: seen.append(steps(*args)) or seen[-1])
+    settings, directory = SwapConfig.load({"adapter": {"rank": 4}}), read_directory(tmp_path)
+    model, batch = model_for(settings, directory.shape, directory.stored), Batch(16, 16)
+    for long_s in (60.0, 0.0):
+        monkeypatch.setattr(rehearsal, "_LONG_S", long_s)
+        assert rehearsal.rehearse(settings, model, batch, [])
+    assert [length for _, length in seen] == [16, 8]
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "bamba", "lfm2"])

@@ -39,7 +39,7 @@ from infinity.tools.training.model import checkpoint_activations
 _NUM_BLOCKS = 2
 _VOCABULARY = 256
 _MOST_TOKENS = 4096
-_NUM_WARM_UPS = 2
+_FEWEST_TOKENS, _LONG_S = 8, 6.0
 # The speed of a machine that others use changes within a second.
 _LEAST_STEPS, _LEAST_S = 5, 3.0
 _STATE_NBYTES = 32  # Per parameter in any precision, and as much again as working memory.
@@ -67,13 +67,16 @@ def rehearse(
     does not fit."""
     (count, length), micro_batch = timed_shape(batch), config.schedule.micro_batch
     blocks = [hooked for hooked in model.hooked_modules if hooked.attention_width][:_NUM_BLOCKS]
-    # As the simulated step counts them.
-    flops = sum(
-        (1 + batch.recomputes + block.gradient_ratio(length))
-        * block.forward_flops(count * length, length)
-        for block in blocks
-    )
-    if model.frozen is not None and flops > _MOST_FLOPS:
+
+    def flops_of(length: int) -> float:
+        """As the simulated step counts them."""
+        return sum(
+            (1 + batch.recomputes + block.gradient_ratio(length))
+            * block.forward_flops(count * length, length)
+            for block in blocks
+        )
+
+    if model.frozen is not None and flops_of(length) > _MOST_FLOPS:
         return None
     own = _own_blocks(model, getattr(torch, config.precision.compute_dtype))
     if own is None:
@@ -91,7 +94,7 @@ def rehearse(
         engine = engine_of(own)
         stack.callback(engine.close)
         try:
-            steps = _steps(own, torch.randint(_VOCABULARY, (count, length)), micro_batch)
+            steps, length = _steps(own, torch.randint(_VOCABULARY, (count, length)), micro_batch)
         except Exception:  # Of the architecture, or of blocks that cannot be repeated: a run says.
             return None
         updated = sum(touched_nbytes(unit) for unit in engine.store.units)
@@ -100,7 +103,8 @@ def rehearse(
         unit.weight_nbytes if unit.stored is None else unit.stored.nbytes for unit in units
     )
     passes = 3 if model.frozen is None else 2
-    flops += passes * 2 * count * length * _VOCABULARY * model.checkpoint_width  # The head.
+    head_flops = passes * 2 * count * length * _VOCABULARY * model.checkpoint_width
+    flops = flops_of(length) + head_flops
     compute_s = steps[Track.COMPUTE]
     return Rehearsed(
         flops=flops / statistics.median(compute_s),
@@ -189,17 +193,22 @@ def _own_blocks(model: PlannedModel, dtype: torch.dtype) -> Any:
         return None
 
 
-def _steps(model: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, list[float]]:
-    """Returns the seconds of each step of the training thread's tracks."""
+def _steps(
+    model: Any, ids: torch.Tensor, micro_batch: int | None
+) -> tuple[dict[str, list[float]], int]:
+    """Returns the seconds of each step of the training thread's tracks, and the tokens of a
+    sequence: few at first and doubled as far as time allows, as a product in bf16 may take a
+    hundred times as long as in fp32."""
     tracer = engine_of(model).counters.tracer
     optimizer = AdamW(model, lr=1e-6)
 
     def loss(ids: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", model(input_ids=ids, labels=ids, use_cache=False).loss)
 
-    def train(number: int) -> None:
+    def train(number: int, length: int) -> float:
+        begun_s = time.perf_counter()
         # Products of new numbers of rows, as routing makes them, take longer than repeated ones.
-        tokens = torch.randint_like(ids, _VOCABULARY)
+        tokens = torch.randint_like(ids[:, :length], _VOCABULARY)
         with tracer.step(number):
             if micro_batch is None:
                 loss(tokens).backward()
@@ -207,13 +216,15 @@ def _steps(model: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, 
                 forward_backward(model, loss, tokens.split(micro_batch))
             optimizer.step()
             optimizer.zero_grad()
+        return time.perf_counter() - begun_s
 
-    for number in range(_NUM_WARM_UPS):
-        train(number)
+    length = min(_FEWEST_TOKENS, ids.shape[1])
+    while (spent_s := train(0, length)) < _LONG_S and length < ids.shape[1]:
+        length = min(2 * length, ids.shape[1])
     tracer.start()
-    number, begun_s = 0, time.perf_counter()
-    while number < _LEAST_STEPS or time.perf_counter() - begun_s < _LEAST_S:
-        train(number)
+    number, left_s = 0, _LEAST_S
+    while number < (_LEAST_STEPS if spent_s < _LONG_S else 2) or left_s > 0:
+        left_s -= train(number, length)
         number += 1
     tracer.stop()
     spans: list[Span] = laid_out(tracer.spans())
@@ -221,4 +232,4 @@ def _steps(model: Any, ids: torch.Tensor, micro_batch: int | None) -> dict[str, 
     for step in summarize(spans, num_stalls=0):
         for use in step.tracks:
             busy.setdefault(use.track, []).append(use.busy_s)
-    return busy
+    return busy, length
