@@ -72,7 +72,7 @@ def score(
     once a sweep. Hidden states of one sweep are in the memory of the device. A sweep runs in eval
     mode, without gradients. What is yielded first comes after the first sweep.
 
-    sequences: at least two token ids each, all below the vocabulary
+    sequences: one token id or more each, all below the vocabulary; the first one is not scored
     top_k: as many of the likeliest tokens at each place
     layers: whose hidden states are kept, as transformers counts them: 0 is the input of the first
         block, n the output of block n, and the last one has passed the final norm
@@ -133,13 +133,12 @@ def check(
     top_k: int,
     layers: Sequence[int] = (),
     *,
-    has_head: bool = False,
     end: int | None = None,
     name_of: Callable[[int], str] = "sequence {}".format,
 ) -> None:
     """Raises ConfigError, which names the sequence, for what a model of this configuration of
-    transformers cannot score. `has_head`: the sequence has scores, and not its tokens. `end`: the
-    token at which that head reads, if it is a certain one."""
+    transformers cannot score. `end`: the token at which a head reads a sequence, if it has one and
+    reads at a certain token."""
     config = hf_config.get_text_config()
     most, positions = config.vocab_size, positions_of(config)
     if not 0 <= top_k <= most:
@@ -150,17 +149,12 @@ def check(
             f"model; got {', '.join(map(str, layers))}"
         )
     for number, ids in enumerate(sequences):
-        if has_head and not ids:
+        if not ids:
             raise ConfigError(f"{name_of(number)} has no token; expected one or more")
         if end is not None and end not in ids:
             raise ConfigError(
                 f"{name_of(number)} has no end token ({end}), at which the head reads a text; "
                 "expected a tokenizer that ends each text"
-            )
-        if len(ids) < 2 and not has_head:
-            raise ConfigError(
-                f"{name_of(number)} has {len(ids)} tokens; expected two or more, because a token "
-                "is scored by those before it"
             )
         if not 0 <= min(ids) <= max(ids) < most:
             raise ConfigError(f"{name_of(number)} has a token outside the vocabulary of {most}")

@@ -324,6 +324,26 @@ def test_what_cannot_be_scored_is_refused_before_weights_are_read(
         program.run(replace(request_of, **changes))
 
 
+def test_options_are_refused_before_records_are_read(
+    request_of: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "read_sequences", None)
+    for change in ({"output": Path("x.txt")}, {"dtype": "int4"}, {"routing": request_of.output}):
+        with pytest.raises(ConfigError):
+            program.run(replace(request_of, **change))
+
+
+def test_a_record_of_one_token_has_a_row_without_log_probabilities(
+    request_of: Request, tmp_path: Path
+) -> None:
+    data = write(tmp_path / "short.jsonl", {"input_ids": [5]}, {"input_ids": [5, 6]})
+    for output in ("short.jsonl.scores.jsonl", "short.parquet"):
+        run = replace(request_of, data=(data,), output=tmp_path / output, top_k=2)
+        assert program.run(run).num_records == 2
+    row, _ = rows_of(tmp_path / "short.jsonl.scores.jsonl")
+    assert (row["logprobs"], row["mean_logprob"], row["top_tokens"]) == ([None], None, [[]])
+
+
 def test_a_full_drive_is_named(request_of: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, ("replace",), 1, errno.ENOSPC)
     with pytest.raises(StorageError, match=f"{request_of.output}' failed: No space left"):

@@ -108,8 +108,6 @@ class ScoreRows:
 
     def __init__(self, request: Request, made_of: dict[str, Any]) -> None:
         self._target = request.output
-        if request.output.suffix not in (".jsonl", ".parquet"):
-            raise ConfigError(f"--output {request.output}: expected a .jsonl or .parquet file")
         name = request.output.name
         self._rows = request.output.with_name(name + ".rows.jsonl")
         self._note = request.output.with_name(name + ".made-of.json")
@@ -157,8 +155,8 @@ class ScoreRows:
             )
         if differing:
             raise ConfigError(
-                f"{there} was made with another {', '.join(differing)}; give another --output, or "
-                "remove it"
+                f"{there} was made with another {' and another '.join(differing)}; give another "
+                "--output, or remove it"
                 + ("; tiles follow from schedule.tile and the budgets" * ("tiling" in differing))
             )
         if there == self._target:
@@ -256,13 +254,24 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     directory = in_hub_cache(request.model.expanduser())
     hf_config = config_of_directory(directory, trusts_code=request.trust_remote_code)
     vocab_size = int(hf_config.get_text_config().vocab_size)
+    # Options first: it takes minutes to tokenise many records.
+    if request.output.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"--output {request.output}: expected a .jsonl or .parquet file")
+    routing = request.routing
+    if routing is not None and (routing.exists() or routing.resolve() == request.output.resolve()):
+        raise ConfigError(f"--routing {routing} exists, or is --output; give another name")
+    if routing is not None and not routing.resolve().parent.is_dir():
+        raise ConfigError(f"--routing {routing}: its directory does not exist; make it first")
+    chosen: Any = request.config
+    config = SwapConfig.load(chosen) if chosen else choose_config(directory, is_frozen=True)
+    config = for_directory(with_saved_adapter(config, request.adapter), directory, request.dtype)
     sequences = read_sequences(request.data, directory, vocab_size, request.max_length)
     num_labels = None if request.adapter is None else num_labels_of(request.adapter)
     if names_scorer(hf_config):
         num_labels = hf_config.num_labels
     texts, has_head = [sequence.ids for sequence in sequences], num_labels is not None
     check(
-        hf_config, texts, request.top_k, request.layers, has_head=has_head,
+        hf_config, texts, request.top_k, request.layers,
         end=end_of_head(hf_config) if has_head else None,
         name_of=lambda number: name_in(request.data, sequences[number]),
     )  # fmt: skip
@@ -271,15 +280,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
             f"{request.adapter or directory} scores sequences, not tokens; leave out --top-k and "
             "--layers"
         )
-    routing = request.routing
-    if routing is not None and (routing.exists() or routing.resolve() == request.output.resolve()):
-        raise ConfigError(f"--routing {routing} exists, or is --output; give another name")
-    if routing is not None and not routing.resolve().parent.is_dir():
-        raise ConfigError(f"--routing {routing}: its directory does not exist; make it first")
     base = identify(weight_source(directory))
-    chosen: Any = request.config
-    config = SwapConfig.load(chosen) if chosen else choose_config(directory, is_frozen=True)
-    config = for_directory(with_saved_adapter(config, request.adapter), directory, request.dtype)
     output = ScoreRows(request, _made_of(request, directory, config, base, sequences))
     num_tokens, read_nbytes = sum(len(sequence.ids) for sequence in sequences), 0
     with reporting("write", request.output), output.open():
