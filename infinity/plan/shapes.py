@@ -24,6 +24,7 @@ from infinity.errors import ConfigError
 from infinity.modules.reading.configuration import (
     HEADS,
     auto_class,
+    embedding_of,
     empty_model,
     is_router,
     names_scorer,
@@ -231,8 +232,9 @@ def places_of(model: Any) -> dict[str, PartKey]:
         put(tower, "tower")
     for number, layer in enumerate(_layers_of(text) or ()):
         put(layer, number)
-    for module in (*text.modules(), model.get_input_embeddings()):
-        if isinstance(module, nn.Embedding) or module is model.get_input_embeddings():
+    table = embedding_of(model)
+    for module in (*text.modules(), table):
+        if isinstance(module, nn.Embedding) or module is table:
             put(module, "embedding")
     put(output, "head")
     for name in HEADS if scores_sequences(model) else ():
@@ -320,7 +322,10 @@ def _experts_per_token(layer: nn.Module, config: Any, where: str) -> int:
 def _attention_width(config: Any) -> int:
     """Returns the products per token and position. Sliding windows and sparse attention count as
     full attention."""
-    heads = getattr(config, "num_attention_heads", None)
+    try:
+        heads = getattr(config, "num_attention_heads", None)
+    except RuntimeError:  # It differs by layer.
+        heads = None
     if not isinstance(heads, int):
         return 2 * int(config.hidden_size)
     if getattr(config, "kv_lora_rank", None):

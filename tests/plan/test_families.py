@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronHForCausalLM", "", {}),
     "granitemoe": ("GraniteMoeForCausalLM", "", {}),
     "kimi_linear": ("KimiLinearForCausalLM", "", {}),
+    "dots3_note": ("Dots3NoteForCausalLM", "", {}),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "visual", {}),
     "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "visual", {}),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", "vision_tower mm_projector", {}),
@@ -115,6 +116,9 @@ def test_a_model_type_that_transformers_has_not_is_refused(tmp_path: Path) -> No
         read_directory(directory_of(tmp_path, {"model_type": "kimi_k9"}))
     with pytest.raises(ConfigError, match="no class that generates text for 'clip'"):
         read_directory(directory_of(tmp_path, {"model_type": "clip"}))
+    omni = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniForConditionalGeneration"]}
+    with pytest.raises(ConfigError, match="Qwen2_5Omni.* is no model of tokens alone"):
+        read_directory(directory_of(tmp_path, omni))
 
 
 def test_a_tower_is_planned_with_images_alone(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def test_a_rotary_embedding_without_a_length_is_refused_by_its_key(factor: Any) 
 
 
 def test_a_part_of_a_model_that_is_not_stored_may_have_longer_sides() -> None:
+    """PaliGemma has a vocabulary of 257,152 outside of its text, by default."""
     table = {"text_config": {"hidden_size": 8}, "vision_config": {"hidden_size": 99}}
+    table |= {"vocab_size": 99}
     check_sides(table, 9, "")
     with pytest.raises(ConfigError, match=r"text_config\.hidden_size: expected at most 7"):
         check_sides(table, 7, "")

@@ -386,6 +386,15 @@ def text_model_of(model: Any) -> Any:
     return decoder if has_blocks else model
 
 
+def embedding_of(model: Any) -> nn.Module:
+    """Returns the table of tokens. Raises ConfigError for a model that has none."""
+    try:
+        found: nn.Module = model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise ConfigError(f"{type(model).__name__} is no model of tokens alone: {error}") from error
+    return found
+
+
 def towers(model: Any) -> dict[str, nn.Module]:
     """Returns the largest modules with parameters, by name, that are neither the text model nor its
     embedding or head, and that contain none of these."""
@@ -393,7 +402,7 @@ def towers(model: Any) -> dict[str, nn.Module]:
     heads = HEADS if scores_sequences(model) else ()
     if text is model or (heads and model.config.get_text_config() is model.config):
         return {}
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = (embedding_of(model), model.get_output_embeddings())
     ends += tuple(getattr(model, name, None) for name in heads)
     own = {id(part) for part in (text, *ends) if part is not None}
 
@@ -466,8 +475,11 @@ def check_sides(table: dict[str, Any], longest: int, where: str) -> None:
 
     longest: the longest side of all stored weights
     """
-    for key, value in _leaves(table, ""):  # Other parts, such as vision, may not be stored.
-        is_side = key.removeprefix("text_config.") in _SIDES
+    # Other parts, such as vision, may not be stored. Where the text has a part of its own, sides of
+    # the whole are defaults of its class.
+    part = "text_config." * isinstance(table.get("text_config"), dict)
+    for key, value in _leaves(table, ""):
+        is_side = key.startswith(part) and key.removeprefix(part) in _SIDES
         if is_side and isinstance(value, int) and value > longest:
             raise _impossible(
                 f"{where}{key}", f"at most {longest}, the longest side of the stored weights", value
