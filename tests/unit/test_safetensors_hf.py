@@ -282,6 +282,7 @@ def test_weights_in_another_layout_are_not_read_and_said_once(tmp_path, caplog):
     [
         ("consolidated.safetensors", "convert_mistral_weights_to_hf.py .* or download model"),
         ("original/consolidated.00.pth", "convert_llama_weights_to_hf.py"),
+        ("consolidated.00.pth", "convert_llama_weights_to_hf.py"),
         ("pytorch_model-00001-of-00002.bin", "`infinity convert .* -o DIR`"),
         ("model-q4.gguf", "`infinity convert .*/model-q4.gguf -o DIR`"),
         ("model-00001-of-00002.safetensors", "download model.safetensors.index.json"),

@@ -234,6 +234,7 @@ def find_files(path: Path) -> dict[Path, list[str]]:
 # Weights in another layout, and what makes a directory of safetensors of them.
 _BY_TRANSFORMERS = "{0} of transformers' repository writes a directory that can be read"
 _LAYOUTS = {
+    "consolidated*.pth": _BY_TRANSFORMERS.format("convert_llama_weights_to_hf.py"),
     "consolidated*": _BY_TRANSFORMERS.format("convert_mistral_weights_to_hf.py"),
     "original/*": _BY_TRANSFORMERS.format("convert_llama_weights_to_hf.py"),
     "pytorch_model*.bin": "`infinity convert {0} -o DIR` makes safetensors of them",
