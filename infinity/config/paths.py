@@ -13,6 +13,7 @@ from infinity.config.schema import changed
 from infinity.config.schema.inputs import DataSource
 from infinity.config.swap import SwapConfig
 from infinity.errors import ConfigError
+from infinity.sizes import counted
 
 # The files of an adapter that PEFT saved with safetensors.
 ADAPTER_NAMES = ("adapter_config.json", "adapter_model.safetensors")
@@ -53,7 +54,25 @@ def refuse_absent_model(path: Path) -> None:
         )
     if not (path / "config.json").is_file():
         refuse_adapter(path)
-        raise ConfigError(f"model.path: {path} has no config.json; expected a Hugging Face model")
+        raise ConfigError(
+            f"model.path: {path} has no config.json; expected a Hugging Face model"
+            f"{naming_runs(path)}"
+        )
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """Returns the output directories of the runs of several adapters, which one directory holds."""
+    with suppress(OSError):
+        return sorted(p.parent for p in directory.glob(f"*/{RUN_NAMES[2]}"))
+    return []
+
+
+def naming_runs(directory: Path) -> str:
+    """Returns the end of an error about a directory that holds the runs of several adapters."""
+    found = runs_in(directory)
+    return (
+        f". It holds {counted(len(found), 'runs')}: give one, such as {found[0]}" if found else ""
+    )
 
 
 def refuse_adapter(path: Path) -> None:
@@ -88,7 +107,7 @@ def refuse_absent_adapter(path: Path) -> None:
         if not (path / name).is_file():
             raise ConfigError(
                 f"the saved adapter {path} has no {name}; expected the directory of an adapter "
-                "that PEFT saved with safetensors"
+                f"that PEFT saved with safetensors{naming_runs(path)}"
             )
 
 

@@ -101,6 +101,8 @@ def test_killed_and_resumed_every_adapter_has_the_bits_of_its_own_run(
     assert summary["resumed_at"] == 8 and summary["others"]["dora"]["resumed_at"] == 4
     assert sorted(summary["others"]) == ["dora", "plain"]
     assert summary["others"]["plain"]["stopped_early"]
+    rows = summary["printed"].rpartition("its checkpoints")[2]  # Behind the last command.
+    assert all(f"{name} step {step} loss " in rows for name, step in (("wide", 9), ("plain", 4)))
     compare(several, expected)
     assert {line["adapter"] for line in lines_of(places(several)["dora"])} == {"dora"}
 
@@ -142,8 +144,10 @@ def test_an_adapter_too_many_is_named_with_the_number_that_fits(
         {"name": "large", "rank": 4096}
     ]
     several["tiers"] = {"host": {"capacity": "6MiB", "huge_pages": False}}
+    several["output"]["notify"] = f"cat > {tmp_path / 'told.json'}"
     with pytest.raises(CapacityError, match="'large' does not fit: the first 3 of 4 would"):
         run(several)
+    assert json.loads((tmp_path / "told.json").read_text())["event"] == "failure"
 
 
 @pytest.mark.parametrize(

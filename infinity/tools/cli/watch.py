@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,54 +29,72 @@ _OTHER = {"drives": ("read_wait_s", "write_wait_s"), "link": ("copy_wait_s",),
 
 
 def watch(
-    run: Path = arg("OUT", "The output directory of a run, or its file of metrics."),
+    run: Path = arg("OUT", "The output directory of a run or of several adapters', or metrics."),
     every: float = opt("SECONDS", "Between two looks.", default=2.0, min=0.1),
 ) -> None:
     """Show a run: losses, time left, where the time goes, memory, drives, the last checkpoint.
 
     Reads the files of metrics and of the summary alone, so the run may be on another machine whose
     directory is mounted here. On a terminal the screen follows the run from before its first step
-    until its results are written or Ctrl-C; elsewhere it is printed once.
+    until its results are written or Ctrl-C; elsewhere it is printed once. Several adapters have a
+    row each.
     """
     from rich.console import Console
     from rich.live import Live
 
     from infinity.bounded import MalformedError
-    from infinity.config.paths import RUN_NAMES
+    from infinity.config.paths import RUN_NAMES, runs_in
     from infinity.tools.training.metrics import MetricsReader, is_metrics
 
     is_file = not run.is_dir() and (run.is_file() or run.suffix == ".jsonl")
     file = run if is_file else run / RUN_NAMES[2]
-    reader, console = MetricsReader(file), Console()
+    places = [] if is_file or file.exists() else runs_in(run)
+    files = [place / RUN_NAMES[2] for place in places] or [file]
+    readers, console = {file: MetricsReader(file) for file in files}, Console()
     remedy, trouble = "; expected the output.directory of a run of infinity train", ""
     # A run that has just been started makes its directory first.
     place = run / RUN_NAMES[0] if run.is_dir() else run.absolute().parent
-    if not is_silent() and console.is_terminal and not file.exists() and place.exists():
+    if not is_silent() and console.is_terminal and not files[0].exists() and place.exists():
         trouble = "waiting for the first step, Ctrl-C ends"
     else:
-        with refusing(str(file), OSError, remedy=remedy):
-            reader.read()
-        if not reader.lines and not is_metrics(file):
-            raise ConfigError(f"{file} has no lines of metrics{remedy}")
-    with refusing(str(file), MalformedError, remedy=remedy):
-        reply(numbers_of(reader.lines, time.time(), file))
+        for file, reader in readers.items():
+            with refusing(str(file), OSError, remedy=remedy):
+                reader.read()
+            if not reader.lines and not is_metrics(file):
+                raise ConfigError(f"{file} has no lines of metrics{remedy}")
+
+    def shown() -> Group:
+        lines = {file: reader.lines for file, reader in readers.items()}
+        if len(lines) == 1:
+            return screen(lines[file], file, console.width, time.time(), trouble)
+        return _screen_of_several(lines, console.width, trouble)
+
+    numbers = {}
+    for file, reader in readers.items():
+        with refusing(str(file), MalformedError, remedy=remedy):
+            numbers[file.parent.name] = numbers_of(reader.lines, time.time(), file)
+    reply({"adapters": numbers} if len(files) > 1 else numbers.popitem()[1])
     if is_silent():
         return
     if not console.is_terminal:
-        console.print(screen(reader.lines, file, console.width, time.time()))
+        console.print(shown())
         return
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
-            now_s, lines = time.time(), reader.lines
-            has_ended = bool(lines) and _has_ended(file, lines[-1], now_s)
-            live.update(screen(lines, file, console.width, now_s, trouble), refresh=True)
+            has_ended = all(
+                reader.lines and _has_ended(file, reader.lines[-1], time.time())
+                for file, reader in readers.items()
+            )
+            live.update(shown(), refresh=True)
             if has_ended:
                 break
             time.sleep(every)
             try:
-                reader.read()
+                for reader in readers.values():
+                    reader.read()
                 trouble = ""
             except OSError as error:  # A mount that is away comes back.
+                lines = next(iter(readers.values())).lines
                 trouble = f"cannot be read now ({error.strerror})" if lines else trouble
 
 
@@ -150,6 +168,26 @@ def screen(lines: Sequence[Line], file: Path, width: int, now_s: float, trouble:
             f"{'held-out':<{_CURVE_MARGIN}}{marks}  {held_out[-1]:.3f}, "
             f"least {best['loss']:.3f} at step {best['step']}"
         )
+    rows += ["", *(f"{name:<{_CURVE_MARGIN}}{text}" for name, text in _facts(numbers, last))]
+    return Group(*(Text(row[:width], no_wrap=True) for row in rows))
+
+
+def _screen_of_several(lines: Mapping[Path, Sequence[Line]], width: int, trouble: str) -> Group:
+    """Returns a row for each adapter, and below them the run of the one that has the newest step:
+    all have one process, one base and one pace."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from infinity.tools.training.report import compared, summary_of
+
+    begun = {file: found for file, found in lines.items() if found}
+    if not begun:
+        return Group(Text(f"{trouble or 'no step is over yet'}: {len(lines)} adapters"))
+    file = max(begun, key=lambda file: begun[file][-1].get("ended_s", 0.0))
+    now_s, last = time.time(), begun[file][-1]
+    numbers = numbers_of(begun[file], now_s, file)
+    rows = [f"{len(lines)} adapters: {_heading(numbers, last)}", trouble]
+    rows += compared({file.parent.name: summary_of(found) for file, found in begun.items()})
     rows += ["", *(f"{name:<{_CURVE_MARGIN}}{text}" for name, text in _facts(numbers, last))]
     return Group(*(Text(row[:width], no_wrap=True) for row in rows))
 

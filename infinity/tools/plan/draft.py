@@ -164,7 +164,9 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
         + ("programs" if is_gpu else "activations"),
         "model.path": "read where it lies, never written" if wish.rank else "",
         "data.held_out": "part that is evaluated on, not trained",
-        "output.directory": "the adapter, in PEFT's format; metrics.jsonl, summary.json"
+        "output.directory": "a directory for each adapter, with its metrics.jsonl, summary.json"
+        if wish.sweep
+        else "the adapter, in PEFT's format; metrics.jsonl, summary.json"
         if wish.rank
         else "the model, in Hugging Face's layout; metrics.jsonl, summary.json",
         "checkpoint.every": "steps; 0: at the end, and when it is stopped. --resume goes on",

@@ -68,6 +68,7 @@ from infinity.tools.training.report import (
     Step,
     Summary,
     Tracing,
+    compared,
     line_of,
     tracked,
     write_summary,
@@ -265,6 +266,12 @@ class Run:
                 text = f"ended after step {self.num_steps} of {self._job.num_steps}"
             self._notify("end", text)
         self._wait_for_all("the end of the run")
+
+    def compare(self, names: Sequence[str]) -> None:
+        """Prints how several adapters have ended; this run is the first one's."""
+        summaries = (self.summary, *self.summary.others.values())
+        for row in compared(dict(zip(names, summaries, strict=True))):
+            self._reporter.note(row, of_all=True)
 
     def fail(self, error: BaseException) -> None:
         """Tells whom the file names that the run has failed."""
@@ -499,7 +506,11 @@ def train(
         accept_changes=accept_changes,
     ) as runs:  # fmt: skip
         for run in runs:
-            run.set_up(is_first=run is runs[0])
+            try:
+                run.set_up(is_first=run is runs[0])
+            except Exception as error:
+                run.fail(error)
+                raise
         written = "the export" if config.checkpoint is None else "a checkpoint"
         with runs[0].interrupt as interrupt:
             interrupt.notice = _STOP_NOTICE.format(written)
@@ -583,5 +594,6 @@ def _train_all(runs: Sequence[Run], adapters: Sequence[AdapterConfig | None]) ->
     loops = {name: partial(go, run) for name, run in zip(names, runs, strict=True)}
     runs[0].summary.others = {n: run.summary for n, run in list(zip(names, runs, strict=True))[1:]}
     infinity.together(runs[0].model, loops)
+    runs[0].compare(names)
     for error in failed:
         raise error

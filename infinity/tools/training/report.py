@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,22 @@ def summary_of(lines: Sequence[Line]) -> Summary:
     return found
 
 
+def compared(summaries: Mapping[str, Summary]) -> list[str]:
+    """Returns a row for each of several adapters: steps and losses, the least one first."""
+    rows = []
+    for name, summary in summaries.items():
+        numbers, held_out = summary.to_dict(), summary.held_out_losses
+        loss, row = numbers["loss_last_mean"], f"step {summary.resumed_at + len(summary.steps_s):,}"
+        row += "" if loss is None else f"  loss {loss:.3f}"
+        if held_out:
+            step, least = min(held_out, key=itemgetter(1))
+            row += f"  held-out {held_out[-1][1]:.3f}, least {least:.3f} at step {step:,}"
+            loss = least
+        rows.append((math.inf if loss is None else loss, name, row))
+    width = max(map(len, summaries))
+    return [f"{name:<{width}}  {row}" for _, name, row in sorted(rows)]
+
+
 def bars(values: Sequence[float], width: int, num_rows: int = 1) -> str:
     """Returns a curve of so many rows, of which the lowest has a mark for every mean."""
     columns = means(values, width)
@@ -380,9 +397,9 @@ class Reporter:
         if metrics_path is not None:
             self._metrics = MetricsFile(metrics_path, resumed_at=resumed_at, say=self.note)
 
-    def note(self, text: str) -> None:
-        """Prints a line above the bar."""
-        text = f"{self._name}: {text}" if self._name else text
+    def note(self, text: str, *, of_all: bool = False) -> None:
+        """Prints a line above the bar, with the adapter's name unless it is `of_all`."""
+        text = f"{self._name}: {text}" if self._name and not of_all else text
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, line: Line, left_s: float | None = None) -> None:
