@@ -39,7 +39,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronHForCausalLM", "", {}),
     "granitemoe": ("GraniteMoeForCausalLM", "", {}),
     "kimi_linear": ("KimiLinearForCausalLM", "", {}),
-    "dots3_note": ("Dots3NoteForCausalLM", "", {}),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "visual", {}),
     "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "visual", {}),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", "vision_tower mm_projector", {}),
@@ -94,6 +93,12 @@ def test_published_sizes(
     assert found.shape.has_experts
     assert found.shape.num_params == pytest.approx(params, rel=0.01)
     assert found.stored.nbytes == pytest.approx(stored, rel=0.01)
+
+
+def test_heads_may_differ_by_layer(tmp_path: Path) -> None:
+    table = {"model_type": "dots3_note", "architectures": ["Dots3NoteForCausalLM"]}
+    blocks = read_directory(directory_of(tmp_path, table)).shape.blocks
+    assert all(block.attention_width > 0 for block in blocks)
 
 
 def test_a_size_that_the_class_does_not_read_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from infinity.tools.cli.options import arg, is_silent, opt, reply
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from infinity.tools.training.metrics import MetricsReader
     from infinity.tools.training.report import Line
 
 _CURVE_ROWS = 8
@@ -44,7 +45,7 @@ def watch(
 
     from infinity.bounded import MalformedError
     from infinity.config.paths import RUN_NAMES, runs_in
-    from infinity.tools.training.metrics import MetricsReader, is_metrics
+    from infinity.tools.training.metrics import MetricsReader
 
     is_file = not run.is_dir() and (run.is_file() or run.suffix == ".jsonl")
     file = run if is_file else run / RUN_NAMES[2]
@@ -57,11 +58,7 @@ def watch(
     if not is_silent() and console.is_terminal and not files[0].exists() and place.exists():
         trouble = "waiting for the first step, Ctrl-C ends"
     else:
-        for file, reader in readers.items():
-            with refusing(str(file), OSError, remedy=remedy):
-                reader.read()
-            if not reader.lines and not is_metrics(file):
-                raise ConfigError(f"{file} has no lines of metrics{remedy}")
+        _read(readers, remedy)
 
     def shown() -> Group:
         lines = {file: reader.lines for file, reader in readers.items()}
@@ -96,6 +93,16 @@ def watch(
             except OSError as error:  # A mount that is away comes back.
                 lines = next(iter(readers.values())).lines
                 trouble = f"cannot be read now ({error.strerror})" if lines else trouble
+
+
+def _read(readers: Mapping[Path, MetricsReader], remedy: str) -> None:
+    from infinity.tools.training.metrics import is_metrics
+
+    for file, reader in readers.items():
+        with refusing(str(file), OSError, remedy=remedy):
+            reader.read()
+        if not reader.lines and not is_metrics(file):
+            raise ConfigError(f"{file} has no lines of metrics{remedy}")
 
 
 def numbers_of(lines: Sequence[Line], now_s: float, file: Path | None = None) -> dict[str, Any]:

@@ -39,6 +39,10 @@ Forecaster = Callable[[SwapConfig], Forecast]
 
 _WIDTH = 97  # Of a line of the file's head, without the mark of a comment.
 _KINDS = ("parameters", "master", "moments", "gradients")
+# What is in output.directory.
+_ADAPTER = "the adapter, in PEFT's format; metrics.jsonl, summary.json"
+_EACH = "for each adapter a directory, with metrics.jsonl, summary.json"
+_MODEL = "the model, in Hugging Face's layout; metrics.jsonl, summary.json"
 _LONGEST = 4096  # Tokens of a sequence, unless more are asked for.
 _LENGTH_STEP = 128
 _TEXT_LENGTH = 2048
@@ -164,11 +168,7 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
         + ("programs" if is_gpu else "activations"),
         "model.path": "read where it lies, never written" if wish.rank else "",
         "data.held_out": "part that is evaluated on, not trained",
-        "output.directory": "a directory for each adapter, with its metrics.jsonl, summary.json"
-        if wish.sweep
-        else "the adapter, in PEFT's format; metrics.jsonl, summary.json"
-        if wish.rank
-        else "the model, in Hugging Face's layout; metrics.jsonl, summary.json",
+        "output.directory": _EACH if wish.sweep else _ADAPTER if wish.rank else _MODEL,
         "checkpoint.every": "steps; 0: at the end, and when it is stopped. --resume goes on",
     } | why
     if spills:

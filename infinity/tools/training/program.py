@@ -70,6 +70,7 @@ from infinity.tools.training.report import (
     Tracing,
     compared,
     line_of,
+    summary_of,
     tracked,
     write_summary,
 )
@@ -267,11 +268,19 @@ class Run:
             self._notify("end", text)
         self._wait_for_all("the end of the run")
 
-    def compare(self, names: Sequence[str]) -> None:
-        """Prints how several adapters have ended; this run is the first one's."""
-        summaries = (self.summary, *self.summary.others.values())
-        for row in compared(dict(zip(names, summaries, strict=True))):
-            self._reporter.note(row, of_all=True)
+    def compare(self, runs: Mapping[str, Run]) -> None:
+        """Prints how the runs of several adapters have ended."""
+        if self._job.rank.is_first:
+            for row in compared({name: run.all_steps() for name, run in runs.items()}):
+                self._reporter.note(row, of_all=True)
+
+    def all_steps(self) -> Summary:
+        """Returns the summary with the steps before a resume, where their lines can be read."""
+        metrics = MetricsReader(self._config.output.metrics_path)
+        with suppress(OSError, MalformedError):
+            metrics.read()
+            return summary_of(metrics.lines)
+        return self.summary
 
     def fail(self, error: BaseException) -> None:
         """Tells whom the file names that the run has failed."""
@@ -594,6 +603,6 @@ def _train_all(runs: Sequence[Run], adapters: Sequence[AdapterConfig | None]) ->
     loops = {name: partial(go, run) for name, run in zip(names, runs, strict=True)}
     runs[0].summary.others = {n: run.summary for n, run in list(zip(names, runs, strict=True))[1:]}
     infinity.together(runs[0].model, loops)
-    runs[0].compare(names)
+    runs[0].compare(dict(zip(names, runs, strict=True)))
     for error in failed:
         raise error
