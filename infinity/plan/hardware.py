@@ -17,6 +17,7 @@ from infinity.sizes import parse_nbytes
 
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
 GbPerS = Annotated[float, Field(gt=0)]
+Tflops = Annotated[float, Field(gt=0)]
 
 _SOCKETS_SHARE = 8  # See Host.
 _GIGA = 1e9
@@ -56,11 +57,12 @@ class Device(Table):
     counts the weights that are made of quantised ones, in the dtype that is computed with; without
     it that takes no time. `memory_gb_per_s` is the rate at which products of few rows read weights
     from the device's memory, which bounds those of experts; without it they are as fast as others.
+    `float32_tflops` is the speed in fp32 of a processor that computes in another dtype.
     A device without memory is the host.
     """
 
     count: int = Field(1, ge=1)
-    tflops: float = Field(gt=0)
+    tflops: Tflops
     memory: Nbytes | None = None
     h2d_gb_per_s: GbPerS | None = None
     d2h_gb_per_s: GbPerS | None = None
@@ -68,6 +70,7 @@ class Device(Table):
     update_gb_per_s: GbPerS | None = None
     decode_gb_per_s: GbPerS | None = None
     memory_gb_per_s: GbPerS | None = None
+    float32_tflops: Tflops | None = None
 
 
 class Nvme(Table):
@@ -107,7 +110,9 @@ class Hardware(Table):
         """
         host, device, nvme = self.host, self.device, self.nvme
         if self.shares_host_memory:
-            device = device.scaled(1 / count, "tflops", "decode_gb_per_s", "memory_gb_per_s")
+            device = device.scaled(
+                1 / count, "tflops", "float32_tflops", "decode_gb_per_s", "memory_gb_per_s"
+            )
         elif count > device.count:
             raise ConfigError(
                 f"--ranks {count}: {self.name} has {device.count} device"

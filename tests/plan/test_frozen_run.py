@@ -18,6 +18,7 @@ from infinity.plan.directory import read_directory
 from infinity.plan.hardware import UNSURE, Device
 from infinity.plan.model import model_for, model_of_module
 from infinity.tools.plan import rehearsal
+from infinity.tools.plan.advice import advise
 from infinity.tools.plan.measure import measure
 from tests.support.every_type import tiny_config
 from tests.support.exhaustive import sampled
@@ -154,7 +155,12 @@ def test_a_step_of_an_adapter_is_planned_as_long_as_its_rehearsal_took(
     machine = ANY_MACHINE.model_copy(update={"device": Device(count=1, tflops=found.flops / 1e12)})
     planned = forecast(settings, model, machine, batch).step
     assert planned.busy_s["compute"] == pytest.approx(1.0, rel=0.05)
-    assert "computing" in measure(settings, model, batch).source.partition(UNSURE)[2]
+    measured = measure(settings, model, batch)
+    assert "computing" in measured.source.partition(UNSURE)[2]
+    machine = measured.model_copy(update={"nvme": ANY_MACHINE.nvme})
+    base = forecast(settings, model, machine, batch)
+    told = {advice.change for advice in advise(settings, model, base)}
+    assert "computing in fp32 (precision.compute)" in told
 
 
 def test_a_slow_processor_rehearses_few_tokens(

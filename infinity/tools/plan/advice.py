@@ -89,6 +89,10 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
     if hardware.nvme is not None:
         yield "another drive", machine({"nvme": _with_another_drive(hardware.nvme)})
     yield "compute twice as fast", machine(twice("device.tflops"))
+    if device.float32_tflops is not None and not base.is_tight:
+        speed = changed(hardware, {"device.tflops": device.float32_tflops})
+        wide = changed(config, {"precision.compute": "float32"})
+        yield "computing in fp32 (precision.compute)", (wide, speed, batch)
     if device.h2d_gb_per_s is not None and device.d2h_gb_per_s is not None:
         links = twice("device.h2d_gb_per_s", "device.d2h_gb_per_s")
         yield "a link to the device twice as fast", machine(links)

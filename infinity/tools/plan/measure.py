@@ -128,6 +128,7 @@ def measure(
         or Device(
             count=1,
             tflops=found.flops / 1e12,
+            float32_tflops=_float32_tflops(model, batch, dtype, found.flops),
             decode_gb_per_s=None if model.frozen is None else _decode_gb_per_s(),
         ),
         nvme=nvme,
@@ -295,6 +296,20 @@ def flops_of_a_block_alike(
             flops = 6.0 * sequences * own * (weights + model.checkpoint_width * own)
             return flops / spent_s
         num_tokens *= 2
+
+
+def _float32_tflops(
+    model: PlannedModel, batch: Batch, dtype: torch.dtype, flops: float
+) -> float | None:
+    """Returns the speed of a processor in fp32, given that in another dtype, for which many have no
+    units."""
+    if dtype is torch.float32:
+        return None
+    own, wide = (
+        flops_of_a_block_alike(model, batch, of, torch.device("cpu"))
+        for of in (dtype, torch.float32)
+    )
+    return flops * wide / own / 1e12
 
 
 def _block_alike(

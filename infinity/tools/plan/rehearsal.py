@@ -39,7 +39,7 @@ from infinity.tools.training.model import checkpoint_activations
 _NUM_BLOCKS = 2
 _VOCABULARY = 256
 _MOST_TOKENS = 4096
-_FEWEST_TOKENS, _LONG_S = 8, 6.0
+_FEWEST_TOKENS, _LONG_S = 8, 3.0
 # The speed of a machine that others use changes within a second.
 _LEAST_STEPS, _LEAST_S = 5, 3.0
 _STATE_NBYTES = 32  # Per parameter in any precision, and as much again as working memory.
