@@ -6,6 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -479,10 +480,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         saved = [group["params"] for group in state["groups"]]
         own = [group["params"] for group in self.named_state()["groups"]]
         if saved != own and list(map(_tiled_names, saved)) != list(map(_tiled_names, own)):
+            pairs = zip(chain.from_iterable(saved), chain.from_iterable(own), strict=False)
+            other = next((f"; {a} there is {b} here" for a, b in pairs if a != b), "")
             raise ConfigError(
                 f"expected an optimizer with groups of {[len(names) for names in saved]} "
-                f"parameters, got {[len(names) for names in own]}, or the same numbers of "
-                "other parameters: build it as it was built for the run that was saved"
+                f"parameters, got {[len(names) for names in own]}{other}: build it as it was built "
+                "for the run that was saved"
             )
         self._check_settings(state["groups"])
 

@@ -150,6 +150,14 @@ def test_an_adapter_too_many_is_named_with_the_number_that_fits(
     assert json.loads((tmp_path / "told.json").read_text())["event"] == "failure"
 
 
+def test_data_that_cannot_be_trained_on_are_named_with_their_adapter(
+    several: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("short")
+    with pytest.raises(ConfigError, match="adapter 'dora': the data has too little to train on"):
+        run(several)
+
+
 @pytest.mark.parametrize(
     ("change", "refused"),
     [

@@ -110,6 +110,7 @@ class ScoreRows:
         self._target = request.output
         name = request.output.name
         self._rows = request.output.with_name(name + ".rows.jsonl")
+        self._layers = request.output.with_name(name + ".layers")  # Of hidden states.
         self._note = request.output.with_name(name + ".made-of.json")
         self._made_of = made_of
         self.sums: list[tuple[float, int]] = []  # Of each row, and how many tokens are in it.
@@ -123,6 +124,8 @@ class ScoreRows:
         lock = locked(self._target)
         try:
             self._refuse_others()
+            for left in self._layers.glob(".tmp*"):  # Of a file that was being written.
+                left.unlink()
             self._cut()
             yield
         finally:
@@ -180,15 +183,14 @@ class ScoreRows:
     def keep_states(self, rows: Sequence[dict[str, Any]], scores: Sequence[TokenScores]) -> None:
         """Writes the hidden states of each row to a file of its own, and its name to the row. They
         are on the drive before the row."""
-        directory = self._target.with_name(self._target.name + ".layers")
-        directory.mkdir(exist_ok=True)
+        self._layers.mkdir(exist_ok=True)
         for row, found in zip(rows, scores, strict=True):
-            path = directory / f"{row['record']:08}.safetensors"
+            path = self._layers / f"{row['record']:08}.safetensors"
             states = {f"layer.{layer}": state for layer, state in found.hidden_states.items()}
             save_file({name: state.contiguous() for name, state in states.items()}, path)
             sync_file(path)
-            row["hidden_states"] = f"{directory.name}/{path.name}"
-        sync_directory(directory)
+            row["hidden_states"] = f"{self._layers.name}/{path.name}"
+        sync_directory(self._layers)
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Appends rows, and waits until they are on the drive."""

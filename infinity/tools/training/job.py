@@ -118,13 +118,18 @@ def prepare(
     sampler = sampler_of(config)
     read = read_model(config)
     model = build_model(read[0], config, configs[1:])
+    jobs: list[Job] = []
     with refusing_texts(str(config.data.tokenizer)):
-        jobs = [
-            _prepare(
-                config, stack, resume, rank, model, *read, sampler=sampler, started_s=started_s
-            )
-            for config, resume in zip(configs, resumed, strict=True)
-        ]
+        for found, resume in zip(configs, resumed, strict=True):
+            try:
+                job = _prepare(
+                    found, stack, resume, rank, model, *read, sampler=sampler, started_s=started_s
+                )
+            except ConfigError as error:
+                if found.adapter is not None and len(configs) > 1:
+                    error.args = (f"adapter {found.adapter.name!r}: {error}",)
+                raise
+            jobs.append(job)
     has_text = jobs[0].tokenizer is not None and jobs[0].data.processor is None
     if config.model.path is not None and has_text:
         where, trusts_code = str(config.model.path / "config.json"), config.model.trust_remote_code
