@@ -98,7 +98,7 @@ def test_published_sizes(
 def test_heads_may_differ_by_layer(tmp_path: Path) -> None:
     table = {"model_type": "dots3_note", "architectures": ["Dots3NoteForCausalLM"]}
     blocks = read_directory(directory_of(tmp_path, table)).shape.blocks
-    assert all(block.attention_width > 0 for block in blocks)
+    assert blocks and all(block.attention_width > 0 for block in blocks)
 
 
 def test_a_size_that_the_class_does_not_read_is_refused(tmp_path: Path) -> None:

@@ -136,8 +136,8 @@ def test_a_step_of_an_adapter_is_planned_as_long_as_its_rehearsal_took(
         units = infinity.engine_of(own).store.units
         num_trained = sum(tensor.numel for unit in units for tensor in unit.trainable())
         seen.append((num_trained, tuple(ids.shape), micro_batch))
-        found, length = steps(own, ids, micro_batch)
-        return {track: [1.0, 1.0, 1.0, 2.0] for track in found}, length
+        found, shape = steps(own, ids, micro_batch)
+        return {track: [1.0, 1.0, 1.0, 2.0] for track in found}, shape
 
     monkeypatch.setattr(rehearsal, "_steps", in_a_second)
     has_experts = architecture == "qwen3-moe"
@@ -175,7 +175,7 @@ def test_a_slow_processor_rehearses_few_tokens(
     for long_s in (60.0, 0.0):
         monkeypatch.setattr(rehearsal, "_LONG_S", long_s)
         assert rehearsal.rehearse(settings, model, batch, [])
-    assert [length for _, length in seen] == [16, 8]
+    assert [shape for _, shape in seen] == [(1, 16), (1, 8)]
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "bamba", "lfm2"])

@@ -89,7 +89,9 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
     if hardware.nvme is not None:
         yield "another drive", machine({"nvme": _with_another_drive(hardware.nvme)})
     yield "compute twice as fast", machine(twice("device.tflops"))
-    if device.float32_tflops is not None and not base.is_tight:
+    is_narrow = config.precision.compute_dtype != "float32"
+    # The units of the forecast are in the narrow dtype: where memory is tight, others may not fit.
+    if device.float32_tflops is not None and is_narrow and not base.is_tight:
         speed = changed(hardware, {"device.tflops": device.float32_tflops})
         wide = changed(config, {"precision.compute": "float32"})
         yield "computing in fp32 (precision.compute)", (wide, speed, batch)

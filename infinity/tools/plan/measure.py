@@ -57,7 +57,7 @@ _UNSURE = 2.0  # The fastest round of a drive by the slowest.
 _UNSURE_COMPUTE = 1.3  # The usual step by a slow one; others use the processor.
 _TELLING_NBYTES = 64 * MIB
 _LEAST_GB_PER_S = 1e-3
-_LEAST_TOKENS = 128
+_LEAST_TOKENS = 8
 _MOST_PARAMS = 1 << 26  # Of the timed block: products of this size are as fast as larger ones.
 _MOST_FFN_RATIO = 16  # Stacked experts are far larger than the part that one token uses.
 _HEAD_DIM = 64
@@ -86,17 +86,17 @@ def measure(
     with Arena(_ARENA_NBYTES, huge_pages=config.tiers.host.huge_pages) as arena:
         drives = _Drives(config, arena)
         nvme = drives.nvme(files)
-        found = None
+        found, alike = None, None
         if not is_cuda:
             places = [_existing(tier.path) for tier in config.tiers.nvme]
             found = rehearse(config, model, batch, places)
         if found is None:
-            flops = flops_of_a_block_alike(
+            alike = flops_of_a_block_alike(
                 model, batch, dtype, torch.device("cuda" if is_cuda else "cpu")
             )
             found = Rehearsed(
-                flops=flops,
-                slow_flops=flops,
+                flops=alike,
+                slow_flops=alike,
                 update=1e9
                 * statistics.median(
                     optimizer_pass(arena).run().gb_per_s for _ in range(_NUM_ROUNDS)
@@ -106,6 +106,8 @@ def measure(
         if found.flops > _UNSURE_COMPUTE * found.slow_flops:
             slow, usual = found.slow_flops / 1e9, found.flops / 1e9
             drives.unsure.append(f"computing {slow:.3g} to {usual:.3g} GFLOPS")
+        if found.has_few_tokens:
+            drives.unsure.append("computing, measured with few tokens")
         if is_cuda:
             device = measure_cuda(arena, model, found.flops)
     # One fp32 array is added to another: two are read, one is written.
@@ -128,7 +130,7 @@ def measure(
         or Device(
             count=1,
             tflops=found.flops / 1e12,
-            float32_tflops=_float32_tflops(model, batch, dtype, found.flops),
+            float32_tflops=_float32_tflops(model, batch, dtype, found.flops, alike),
             decode_gb_per_s=None if model.frozen is None else _decode_gb_per_s(),
         ),
         nvme=nvme,
@@ -299,17 +301,16 @@ def flops_of_a_block_alike(
 
 
 def _float32_tflops(
-    model: PlannedModel, batch: Batch, dtype: torch.dtype, flops: float
+    model: PlannedModel, batch: Batch, dtype: torch.dtype, flops: float, alike: float | None
 ) -> float | None:
-    """Returns the speed of a processor in fp32, given that in another dtype, for which many have no
-    units."""
+    """Returns the TFLOPS of this processor in fp32, from its rate in `dtype`: that of a run, and,
+    where it is known, that of a block alike. None if `dtype` is fp32. Many processors have no units
+    for bf16."""
     if dtype is torch.float32:
         return None
-    own, wide = (
-        flops_of_a_block_alike(model, batch, of, torch.device("cpu"))
-        for of in (dtype, torch.float32)
-    )
-    return flops * wide / own / 1e12
+    cpu = torch.device("cpu")
+    wide = flops_of_a_block_alike(model, batch, torch.float32, cpu)
+    return flops * wide / (alike or flops_of_a_block_alike(model, batch, dtype, cpu)) / 1e12
 
 
 def _block_alike(

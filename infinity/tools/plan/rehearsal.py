@@ -39,7 +39,8 @@ from infinity.tools.training.model import checkpoint_activations
 _NUM_BLOCKS = 2
 _VOCABULARY = 256
 _MOST_TOKENS = 4096
-_FEWEST_TOKENS, _LONG_S = 8, 3.0
+_FEWEST_TOKENS = 8
+_LONG_S = 3.0  # More than a step of the fewest tokens takes: they are not doubled again.
 # The speed of a machine that others use changes within a second.
 _LEAST_STEPS, _LEAST_S = 5, 3.0
 _STATE_NBYTES = 32  # Per parameter in any precision, and as much again as working memory.
@@ -51,12 +52,13 @@ _MOST_FLOPS = 1.5e11  # Of a step over a frozen base: a few seconds.
 class Rehearsed:
     """Rates of the training thread: FLOPs, and those of a slow step (the third quartile of time);
     bytes that the optimizer's pass reads or writes; bytes of weights fetched for a forward or
-    backward of their block."""
+    backward of their block. `has_few_tokens`: those of a micro-batch would have taken too long."""
 
     flops: float
     slow_flops: float
     update: float
     hold: float | None  # None if it was not measured.
+    has_few_tokens: bool = False
 
 
 def rehearse(
@@ -68,7 +70,7 @@ def rehearse(
     (count, length), micro_batch = timed_shape(batch), config.schedule.micro_batch
     blocks = [hooked for hooked in model.hooked_modules if hooked.attention_width][:_NUM_BLOCKS]
 
-    def flops_of(length: int) -> float:
+    def flops_of(count: int, length: int) -> float:
         """As the simulated step counts them."""
         return sum(
             (1 + batch.recomputes + block.gradient_ratio(length))
@@ -76,7 +78,7 @@ def rehearse(
             for block in blocks
         )
 
-    if model.frozen is not None and flops_of(length) > _MOST_FLOPS:
+    if model.frozen is not None and flops_of(count, length) > _MOST_FLOPS:
         return None
     own = _own_blocks(model, getattr(torch, config.precision.compute_dtype))
     if own is None:
@@ -94,7 +96,7 @@ def rehearse(
         engine = engine_of(own)
         stack.callback(engine.close)
         try:
-            steps, length = _steps(own, torch.randint(_VOCABULARY, (count, length)), micro_batch)
+            steps, timed = _steps(own, torch.randint(_VOCABULARY, (count, length)), micro_batch)
         except Exception:  # Of the architecture, or of blocks that cannot be repeated: a run says.
             return None
         updated = sum(touched_nbytes(unit) for unit in engine.store.units)
@@ -103,14 +105,15 @@ def rehearse(
         unit.weight_nbytes if unit.stored is None else unit.stored.nbytes for unit in units
     )
     passes = 3 if model.frozen is None else 2
-    head_flops = passes * 2 * count * length * _VOCABULARY * model.checkpoint_width
-    flops = flops_of(length) + head_flops
+    head_flops = passes * 2 * timed[0] * timed[1] * _VOCABULARY * model.checkpoint_width
+    flops = flops_of(*timed) + head_flops
     compute_s = steps[Track.COMPUTE]
     return Rehearsed(
         flops=flops / statistics.median(compute_s),
         slow_flops=flops / statistics.quantiles(compute_s)[-1],
         update=updated / statistics.median(steps[Track.UPDATES]),
         hold=2 * weight_nbytes / statistics.median(steps[Track.ENGINE]),
+        has_few_tokens=timed != (count, length),
     )
 
 
@@ -195,9 +198,9 @@ def _own_blocks(model: PlannedModel, dtype: torch.dtype) -> Any:
 
 def _steps(
     model: Any, ids: torch.Tensor, micro_batch: int | None
-) -> tuple[dict[str, list[float]], int]:
-    """Returns the seconds of each step of the training thread's tracks, and the tokens of a
-    sequence: few at first and doubled as far as time allows, as a product in bf16 may take a
+) -> tuple[dict[str, list[float]], tuple[int, int]]:
+    """Returns the seconds of each step of the training thread's tracks, and its sequences and the
+    tokens of each: few at first and doubled as far as time allows, as a product in bf16 may take a
     hundred times as long as in fp32."""
     tracer = engine_of(model).counters.tracer
     optimizer = AdamW(model, lr=1e-6)
@@ -205,10 +208,10 @@ def _steps(
     def loss(ids: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", model(input_ids=ids, labels=ids, use_cache=False).loss)
 
-    def train(number: int, length: int) -> float:
+    def train(number: int, count: int, length: int) -> float:
         begun_s = time.perf_counter()
         # Products of new numbers of rows, as routing makes them, take longer than repeated ones.
-        tokens = torch.randint_like(ids[:, :length], _VOCABULARY)
+        tokens = torch.randint_like(ids[:count, :length], _VOCABULARY)
         with tracer.step(number):
             if micro_batch is None:
                 loss(tokens).backward()
@@ -218,13 +221,20 @@ def _steps(
             optimizer.zero_grad()
         return time.perf_counter() - begun_s
 
-    length = min(_FEWEST_TOKENS, ids.shape[1])
-    while (spent_s := train(0, length)) < _LONG_S and length < ids.shape[1]:
-        length = min(2 * length, ids.shape[1])
+    most_count, most_length = ids.shape
+    count, length = 1, min(_FEWEST_TOKENS, most_length)
+    train(0, count, length)
+    spent_s = least_s = train(0, count, length)  # An update takes as long with any tokens.
+    while spent_s - least_s < _LONG_S and (count, length) != (most_count, most_length):
+        if length < most_length:
+            length = min(2 * length, most_length)
+        else:
+            count = min(2 * count, most_count)
+        spent_s = train(0, count, length)
     tracer.start()
     number, left_s = 0, _LEAST_S
     while number < (_LEAST_STEPS if spent_s < _LONG_S else 2) or left_s > 0:
-        left_s -= train(number, length)
+        left_s -= train(number, count, length)
         number += 1
     tracer.stop()
     spans: list[Span] = laid_out(tracer.spans())
@@ -232,4 +242,4 @@ def _steps(
     for step in summarize(spans, num_stalls=0):
         for use in step.tracks:
             busy.setdefault(use.track, []).append(use.busy_s)
-    return busy, length
+    return busy, (count, length)
