@@ -71,6 +71,11 @@ def published_name(directory: Path) -> str | None:
     return folder.parent.name.removeprefix("models--").replace("--", "/")
 
 
+def published_commit(directory: Path) -> str | None:
+    """Returns the commit of a snapshot in the hub's cache; None of any other directory."""
+    return _directory_of_pipeline(directory).name if published_name(directory) else None
+
+
 def downloaded_commit(directory: Path) -> str:
     """Returns the commit from which `hf download --local-dir` has made a directory, "" of any
     other. It does not record the name of the model."""

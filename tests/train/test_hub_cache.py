@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,12 @@ def test_a_repository_id_is_planned_and_trained_from_the_cache(
     )
     assert said.exit_code == 0, said.output
     assert json.loads(said.stdout)["model"]["num_params"] > 0
-    output = trained(Path("owner/tiny"), tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The PEFT config's `base_model_name_or_path` was renamed")
+        output = trained(Path("owner/tiny"), tmp_path)
     saved_config = json.loads((output / "adapter_config.json").read_text())
     assert saved_config["base_model_name_or_path"] == "owner/tiny", "which others can find"
+    assert saved_config["revision"] == snapshot.name
     file = tmp_path / "run.toml"
     file.write_text(file.read_text().replace(str(snapshot), "owner/tiny"))
     assert (

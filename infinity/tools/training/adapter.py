@@ -27,7 +27,7 @@ from infinity.checkpoint.durable import replace_files
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.config.extras import release_of
-from infinity.config.hub import published_name
+from infinity.config.hub import published_commit, published_name
 from infinity.config.paths import refuse_absent_adapter
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
@@ -201,6 +201,7 @@ def _config(
         if not options.any_base:
             check_base(options.resume, identity, config.base_model_name_or_path)
     config.base_model_name_or_path = published_name(base.path) or str(base.path)
+    config.revision = published_commit(base.path)
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
     return config
@@ -235,13 +236,14 @@ def _wrapped(model: Any, config: Any, options: AdapterConfig) -> Any:
     import peft
 
     name, base = options.peft_name, config.base_model_name_or_path
+    config.base_model_name_or_path = None  # PEFT writes where the model lies here, and warns.
     try:
         with without_renaming_notice():
             if isinstance(model, peft.PeftModel):
                 model.add_adapter(name, config)
             else:
                 model = peft.get_peft_model(model, config, name)
-                config.base_model_name_or_path = base  # Instead of where the model lies here.
+        config.base_model_name_or_path = base
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         # PEFT raises these for targets that are absent and for layers that it cannot adapt.
         if options.resume is None:
