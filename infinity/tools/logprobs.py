@@ -127,6 +127,19 @@ def sweeps(
         yield start, len(lengths)
 
 
+def check_options(hf_config: Any, top_k: int, layers: Sequence[int]) -> None:
+    """Raises ConfigError for options that a model of this configuration cannot follow."""
+    config = hf_config.get_text_config()
+    most = config.vocab_size
+    if not 0 <= top_k <= most:
+        raise ConfigError(f"top_k: expected 0 to {most}, the model's vocabulary; got {top_k}")
+    if not set(layers) <= set(range(config.num_hidden_layers + 1)):
+        raise ConfigError(
+            f"layers: expected numbers from 0 to {config.num_hidden_layers}, the blocks of the "
+            f"model; got {', '.join(map(str, layers))}"
+        )
+
+
 def check(
     hf_config: Any,
     sequences: Sequence[Sequence[int]],
@@ -139,15 +152,9 @@ def check(
     """Raises ConfigError, which names the sequence, for what a model of this configuration of
     transformers cannot score. `end`: the token at which a head reads a sequence, if it has one and
     reads at a certain token."""
+    check_options(hf_config, top_k, layers)
     config = hf_config.get_text_config()
     most, positions = config.vocab_size, positions_of(config)
-    if not 0 <= top_k <= most:
-        raise ConfigError(f"top_k: expected 0 to {most}, the model's vocabulary; got {top_k}")
-    if not set(layers) <= set(range(config.num_hidden_layers + 1)):
-        raise ConfigError(
-            f"layers: expected numbers from 0 to {config.num_hidden_layers}, the blocks of the "
-            f"model; got {', '.join(map(str, layers))}"
-        )
     for number, ids in enumerate(sequences):
         if not ids:
             raise ConfigError(f"{name_of(number)} has no token; expected one or more")

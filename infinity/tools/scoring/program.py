@@ -37,6 +37,7 @@ from infinity.sizes import counted
 from infinity.tools.logprobs import (
     TokenScores,
     check,
+    check_options,
     in_sweeps,
     labels_of_sequence,
     score_sequence,
@@ -267,21 +268,22 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     chosen: Any = request.config
     config = SwapConfig.load(chosen) if chosen else choose_config(directory, is_frozen=True)
     config = for_directory(with_saved_adapter(config, request.adapter), directory, request.dtype)
-    sequences = read_sequences(request.data, directory, vocab_size, request.max_length)
     num_labels = None if request.adapter is None else num_labels_of(request.adapter)
     if names_scorer(hf_config):
         num_labels = hf_config.num_labels
+    if num_labels is not None and (request.top_k or request.layers):
+        raise ConfigError(
+            f"{request.adapter or directory} scores sequences, not tokens; leave out --top-k and "
+            "--layers"
+        )
+    check_options(hf_config, request.top_k, request.layers)
+    sequences = read_sequences(request.data, directory, vocab_size, request.max_length)
     texts, has_head = [sequence.ids for sequence in sequences], num_labels is not None
     check(
         hf_config, texts, request.top_k, request.layers,
         end=end_of_head(hf_config) if has_head else None,
         name_of=lambda number: name_in(request.data, sequences[number]),
     )  # fmt: skip
-    if num_labels is not None and (request.top_k or request.layers):
-        raise ConfigError(
-            f"{request.adapter or directory} scores sequences, not tokens; leave out --top-k and "
-            "--layers"
-        )
     base = identify(weight_source(directory))
     output = ScoreRows(request, _made_of(request, directory, config, base, sequences))
     num_tokens, read_nbytes = sum(len(sequence.ids) for sequence in sequences), 0
@@ -389,7 +391,7 @@ def row_of(sequence: ScoredSequence, scores: TokenScores | torch.Tensor) -> dict
     row |= {
         "logprobs": [None, *logprobs],
         "num_scored": len(scored),
-        "sum_logprob": sum(scored),
+        "sum_logprob": sum(scored, 0.0),
         "mean_logprob": mean,
         "perplexity": None if mean is None else _perplexity(mean),
     }
