@@ -334,7 +334,8 @@ class RunTrainer(OffloadedTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, EarlyStoppingCallback):
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
-        return state_of(self.state)
+        best_step = self.job_run.summary.best_step  # Of weights that are written.
+        return state_of(self.state) | {"best_global_step": best_step}
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, *others: Any, **options: Any
@@ -500,8 +501,6 @@ class RunTrainer(OffloadedTrainer):
 
     def _end_step(self, now: Step, best: float | None) -> None:
         is_best = self.state.best_metric != best
-        if is_best:  # Trainer notes it where it saves alone.
-            self.state.best_global_step = now.number
         if self.job_run.after_step(now, is_best=is_best):
             self.control.should_training_stop = True
 
