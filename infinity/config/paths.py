@@ -56,19 +56,19 @@ def refuse_absent_model(path: Path) -> None:
         refuse_adapter(path)
         raise ConfigError(
             f"model.path: {path} has no config.json; expected a Hugging Face model"
-            f"{naming_runs(path)}"
+            f"{runs_remedy(path)}"
         )
 
 
 def runs_in(directory: Path) -> list[Path]:
-    """Returns the output directories of the runs of several adapters, which one directory holds."""
+    """Returns the output directories of runs in a directory, such as those of several adapters."""
     with suppress(OSError):
-        return sorted(p.parent for p in directory.glob(f"*/{RUN_NAMES[2]}"))
+        return sorted(marker.parent for marker in directory.glob(f"*/{RUN_NAMES[0]}"))
     return []
 
 
-def naming_runs(directory: Path) -> str:
-    """Returns the end of an error about a directory that holds the runs of several adapters."""
+def runs_remedy(directory: Path) -> str:
+    """Returns the end of an error about a directory that is no run and may hold some."""
     found = runs_in(directory)
     return (
         f". It holds {counted(len(found), 'runs')}: give one, such as {found[0]}" if found else ""
@@ -107,7 +107,7 @@ def refuse_absent_adapter(path: Path) -> None:
         if not (path / name).is_file():
             raise ConfigError(
                 f"the saved adapter {path} has no {name}; expected the directory of an adapter "
-                f"that PEFT saved with safetensors{naming_runs(path)}"
+                f"that PEFT saved with safetensors{runs_remedy(path)}"
             )
 
 

@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_of_one_of_several_is_got_round_as_it_says(
     run(several)
     newest = places(several)["dora"] / "checkpoints/step-00000002"
     (newest / "manifest.json").write_text("{}")
-    with pytest.raises(CorruptionError, match=f"with --resume when {newest} is removed"):
+    with pytest.raises(CorruptionError, match=f"remove {newest}, and --resume goes on"):
         run(several, resume=True)
     shutil.rmtree(newest)
     assert run(several, resume=True)["others"]["dora"]["resumed_at"] == 1

@@ -511,7 +511,7 @@ def test_a_full_drive_costs_checkpoints_and_best_weights_and_not_the_run(table, 
             lambda path, nbytes: refuse(path, nbytes) if path.name == "best" else None,
         )
         summary, printed = run(table)
-    for what in ("checkpoint of step", "best weights, of step"):
+    for what in ("checkpoint of step", "best weights of step"):
         assert [f"no {what} {step}" in printed for step in (2, 4)] == [True, True]
     assert summary["best_step"] is None
     assert "No space left" in printed and "Disk quota exceeded" in printed

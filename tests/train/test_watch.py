@@ -124,22 +124,28 @@ def test_several_adapters_have_a_row_each_and_other_commands_name_their_director
 ) -> None:
     for name, loss in (("a-longer-name", 2.0), ("b", 1.5)):
         (tmp_path / "sweep" / name).mkdir(parents=True)
-        lines = [line(step, loss=loss, held_out_loss=loss) for step in (1, 2)]
+        (tmp_path / "sweep" / name / "infinity-run.json").write_text("{}")
+        lines = [line(step, loss=loss, held_out_loss=loss, adapter=name) for step in (1, 2)]
         write(tmp_path / "sweep" / name / "metrics.jsonl", lines)
+    (tmp_path / "sweep" / "c").mkdir()  # Has made no step yet.
+    (tmp_path / "sweep" / "c" / "infinity-run.json").write_text("{}")
     rows = run_command("watch", str(tmp_path / "sweep")).stdout.splitlines()
-    assert rows[0].startswith("2 adapters: step 2 of 1,000")
+    assert rows[0].startswith("3 adapters: step 2 of 1,000")
     assert rows[2] == "b              step 2  loss 1.500  held-out 1.500, least 1.500 at step 1"
     assert rows[3].startswith("a-longer-name  step 2  loss 2.000") and max(map(len, rows)) <= 80
     found = json.loads(run_command("watch", str(tmp_path / "sweep"), "--json").stdout)
     assert {name: each["steps_done"] for name, each in found["adapters"].items()} == {
-        "a-longer-name": 2, "b": 2,
+        "a-longer-name": 2, "b": 2, "c": 0,
     }  # fmt: skip
     words = ("inspect",), ("replay",), ("generate", "a"), ("export-adapter", "--for", "vllm")
     for command in words:
         done = run_command(command[0], str(tmp_path / "sweep"), *command[1:])
         assert done.exit_code == 2
         said = " ".join(done.output.split())
-        assert f"It holds 2 runs: give one, such as {tmp_path}/sweep/a-longer-name" in said
+        assert f"It holds 3 runs: give one, such as {tmp_path}/sweep/a-longer-name" in said
+    write(tmp_path / "sweep" / "b" / "metrics.jsonl", [line(1)])
+    done = run_command("watch", str(tmp_path / "sweep"))
+    assert done.exit_code == 2 and "is no output directory of a run" in done.output, "of its own"
 
 
 def test_the_end_of_a_run_is_that_of_its_summary(tmp_path: Path) -> None:

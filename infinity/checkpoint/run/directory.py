@@ -47,7 +47,7 @@ from infinity.checkpoint.run.format import (
     parse_manifest,
     parse_table,
 )
-from infinity.config.paths import RUN_NAMES, naming_runs
+from infinity.config.paths import RUN_NAMES, runs_remedy
 from infinity.errors import ConfigError, CorruptionError, corrupt, reporting
 from infinity.storage.lock_file import is_swap_name, locked
 
@@ -105,7 +105,7 @@ def find_checkpoint(path: Path) -> Path:
     if not found:
         raise ConfigError(
             f"{path} is no checkpoint and has none; expected {MANIFEST_NAME} in it"
-            f"{naming_runs(path)}"
+            f"{runs_remedy(path)}"
         )
     return found[-1]
 

@@ -30,7 +30,7 @@ _OTHER = {"drives": ("read_wait_s", "write_wait_s"), "link": ("copy_wait_s",),
 
 
 def watch(
-    run: Path = arg("OUT", "The output directory of a run or of several adapters', or metrics."),
+    run: Path = arg("OUT", "The output directory of a run or of several adapters, or metrics."),
     every: float = opt("SECONDS", "Between two looks.", default=2.0, min=0.1),
 ) -> None:
     """Show a run: losses, time left, where the time goes, memory, drives, the last checkpoint.
@@ -45,32 +45,31 @@ def watch(
 
     from infinity.bounded import MalformedError
     from infinity.config.paths import RUN_NAMES, runs_in
-    from infinity.tools.training.metrics import MetricsReader
 
-    is_file = not run.is_dir() and (run.is_file() or run.suffix == ".jsonl")
-    file = run if is_file else run / RUN_NAMES[2]
-    places = [] if is_file or file.exists() else runs_in(run)
-    files = [place / RUN_NAMES[2] for place in places] or [file]
-    readers, console = {file: MetricsReader(file) for file in files}, Console()
-    remedy, trouble = "; expected the output.directory of a run of infinity train", ""
+    console, trouble = Console(), ""
+    remedy = "; expected the output.directory of a run of infinity train"
+    readers = _readers_of(run, {})
     # A run that has just been started makes its directory first.
     place = run / RUN_NAMES[0] if run.is_dir() else run.absolute().parent
-    if not is_silent() and console.is_terminal and not files[0].exists() and place.exists():
+    has_begun, can_wait = any(file.exists() for file in readers), runs_in(run) or place.exists()
+    if not is_silent() and console.is_terminal and not has_begun and can_wait:
         trouble = "waiting for the first step, Ctrl-C ends"
     else:
-        _read(readers, remedy)
+        _read(run, readers, remedy)
 
     def shown() -> Group:
         lines = {file: reader.lines for file, reader in readers.items()}
-        if len(lines) == 1:
-            return screen(lines[file], file, console.width, time.time(), trouble)
-        return _screen_of_several(lines, console.width, trouble)
+        if not _are_of_adapters(run, readers):
+            ((file, found),) = lines.items()
+            return screen(found, file, console.width, time.time(), trouble)
+        return _screen_of_several(lines, console.width, time.time(), trouble)
 
     numbers = {}
     for file, reader in readers.items():
         with refusing(str(file), MalformedError, remedy=remedy):
             numbers[file.parent.name] = numbers_of(reader.lines, time.time(), file)
-    reply({"adapters": numbers} if len(files) > 1 else numbers.popitem()[1])
+    is_several = _are_of_adapters(run, readers)
+    reply({"adapters": numbers} if is_several else numbers.popitem()[1])
     if is_silent():
         return
     if not console.is_terminal:
@@ -86,23 +85,48 @@ def watch(
             if has_ended:
                 break
             time.sleep(every)
-            try:
-                for reader in readers.values():
+            readers, told = _readers_of(run, readers), ""
+            for reader in readers.values():
+                try:
                     reader.read()
-                trouble = ""
-            except OSError as error:  # A mount that is away comes back.
-                lines = next(iter(readers.values())).lines
-                trouble = f"cannot be read now ({error.strerror})" if lines else trouble
+                except OSError as error:  # A mount that is away comes back.
+                    told = f"cannot be read now ({error.strerror})" if reader.lines else trouble
+            trouble = told
 
 
-def _read(readers: Mapping[Path, MetricsReader], remedy: str) -> None:
+def _readers_of(run: Path, known: Mapping[Path, MetricsReader]) -> dict[Path, MetricsReader]:
+    """Returns the reader of a run, or those of the runs in a directory that is none itself, by file
+    of metrics. A sweep makes their directories one after the other."""
+    from infinity.config.paths import RUN_NAMES, runs_in
+    from infinity.tools.training.metrics import MetricsReader
+
+    is_file = not run.is_dir() and (run.is_file() or run.suffix == ".jsonl")
+    file = run if is_file else run / RUN_NAMES[2]
+    places = [] if is_file or file.exists() else runs_in(run)
+    files = [place / RUN_NAMES[2] for place in places] or [file]
+    return {file: known.get(file) or MetricsReader(file) for file in files}
+
+
+def _are_of_adapters(run: Path, readers: Mapping[Path, MetricsReader]) -> bool:
+    return run not in readers and all(file.parent != run for file in readers)
+
+
+def _read(run: Path, readers: Mapping[Path, MetricsReader], remedy: str) -> None:
+    """Reads the lines for the first time. Raises ConfigError for files that have none, and for runs
+    that do not share a process, as those of several adapters do."""
+    from infinity.config.paths import runs_remedy
     from infinity.tools.training.metrics import is_metrics
 
+    is_several = _are_of_adapters(run, readers)
     for file, reader in readers.items():
+        if is_several and not file.exists():
+            continue  # It has made no step yet.
         with refusing(str(file), OSError, remedy=remedy):
             reader.read()
         if not reader.lines and not is_metrics(file):
             raise ConfigError(f"{file} has no lines of metrics{remedy}")
+        if is_several and reader.lines and not reader.lines[0].get("adapter"):
+            raise ConfigError(f"{run} is no output directory of a run{runs_remedy(run)}")
 
 
 def numbers_of(lines: Sequence[Line], now_s: float, file: Path | None = None) -> dict[str, Any]:
@@ -179,9 +203,11 @@ def screen(lines: Sequence[Line], file: Path, width: int, now_s: float, trouble:
     return Group(*(Text(row[:width], no_wrap=True) for row in rows))
 
 
-def _screen_of_several(lines: Mapping[Path, Sequence[Line]], width: int, trouble: str) -> Group:
-    """Returns a row for each adapter, and below them the run of the one that has the newest step:
-    all have one process, one base and one pace."""
+def _screen_of_several(
+    lines: Mapping[Path, Sequence[Line]], width: int, now_s: float, trouble: str
+) -> Group:
+    """Returns a row for each adapter, and below them the run of one that goes on: all have one
+    process, one base and one pace."""
     from rich.console import Group
     from rich.text import Text
 
@@ -190,8 +216,9 @@ def _screen_of_several(lines: Mapping[Path, Sequence[Line]], width: int, trouble
     begun = {file: found for file, found in lines.items() if found}
     if not begun:
         return Group(Text(f"{trouble or 'no step is over yet'}: {len(lines)} adapters"))
-    file = max(begun, key=lambda file: begun[file][-1].get("ended_s", 0.0))
-    now_s, last = time.time(), begun[file][-1]
+    last_of = {file: found[-1] for file, found in begun.items()}
+    file = max(begun, key=lambda f: (not _is_over(last_of[f]), last_of[f].get("ended_s", 0.0)))
+    last = last_of[file]
     numbers = numbers_of(begun[file], now_s, file)
     rows = [f"{len(lines)} adapters: {_heading(numbers, last)}", trouble]
     rows += compared({file.parent.name: summary_of(found) for file, found in begun.items()})

@@ -116,10 +116,10 @@ def naming_older(config: JobConfig, path: Path) -> Iterator[None]:
     except CorruptionError as error:
         hint, older = "; there is none before it", _newest_before(config, path)
         if older is not None:
-            way = f"with --resume-from {older}"
+            way = f"go on from it with --resume-from {older}"
             if config.adapter is not None and config.adapter.name is not None:  # Maybe of several.
-                way = f"with --resume when {path} is removed"
-            hint = f"; the one before it is {older}: go on from it {way}"
+                way = f"remove {path}, and --resume goes on from it"
+            hint = f"; the one before it is {older}: {way}"
         raise error.with_detail(f"{error.detail} (in the checkpoint {path}){hint}") from error
 
 

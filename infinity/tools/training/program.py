@@ -276,16 +276,20 @@ class Run:
 
     def all_steps(self) -> Summary:
         """Returns the summary with the steps before a resume, where their lines can be read."""
-        metrics = MetricsReader(self._config.output.metrics_path)
-        with suppress(OSError, MalformedError):
-            metrics.read()
-            return summary_of(metrics.lines)
+        if self.summary.resumed_at:  # The lines may be many.
+            metrics = MetricsReader(self._config.output.metrics_path)
+            with suppress(OSError, MalformedError):
+                metrics.read()
+                if len(metrics.lines) > len(self.summary.steps_s):  # Else some were not written.
+                    return summary_of(metrics.lines)
         return self.summary
 
     def fail(self, error: BaseException) -> None:
         """Tells whom the file names that the run has failed."""
         if self._job.rank.is_first:
-            self._notify("failure", f"failed after step {self.num_steps}: {error}")
+            begun = 0 if self._job.resume is None else self._job.resume.step
+            step = max(self.num_steps, begun)
+            self._notify("failure", f"failed after step {step}: {error}")
 
     def _notify(self, event: Event, text: str) -> None:
         notify(self._config, self.summary, self._reporter, event, text)
@@ -355,7 +359,7 @@ class Run:
         step. Returns whether the run ends."""
         self.report_step(step)
         if is_best and self._config.train.keep_best:
-            with self.checkpoints.full_drive_spared(f"best weights, of step {step.number}"):
+            with self.checkpoints.full_drive_spared(f"best weights of step {step.number}"):
                 if self._job.rank.is_first:
                     self._write_weights(self._config.output.directory / BEST_NAME)
                 self._wait_for_all("the best weights")

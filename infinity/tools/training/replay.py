@@ -28,7 +28,7 @@ from infinity.checkpoint.run.directory import find_checkpoint, list_checkpoints,
 from infinity.checkpoint.run.load import Loaded, first_difference, read_program
 from infinity.checkpoint.run.references import SHARDS_NAME, check_reference
 from infinity.config import JobConfig, SwapConfig
-from infinity.config.paths import naming_runs
+from infinity.config.paths import runs_remedy
 from infinity.config.schema import changed
 from infinity.errors import ConfigError, CorruptionError, InfinityError, NonFiniteError
 from infinity.tools.training.checkpoints import changes_of_settings, identity_of, is_of_run
@@ -122,7 +122,7 @@ def _of_run(
     if config is None:
         raise ConfigError(
             f"{directory} is no output directory of a run of `infinity train`"
-            f"{naming_runs(directory)}"
+            f"{runs_remedy(directory)}"
         )
     config = changed(config, {"output.directory": directory})
     if receipt is None:

@@ -331,6 +331,7 @@ def summary_of(lines: Sequence[Line]) -> Summary:
             name = min(wrong, default="skipped")
             raise MalformedError(f"the line of step {line['step']} has no {name!r}")
     found = Summary(steps=last.get("steps", 0), num_parameters=0)
+    found.resumed_at = last["step"] - len(lines) if lines else 0  # Of lines that are lost.
     for line in lines:
         found.add(line)
     begun = last.get("resumed_at", 0)
@@ -339,19 +340,21 @@ def summary_of(lines: Sequence[Line]) -> Summary:
 
 
 def compared(summaries: Mapping[str, Summary]) -> list[str]:
-    """Returns a row for each of several adapters: steps and losses, the least one first."""
+    """Returns a row for each of several adapters: steps and losses. That with the least held-out
+    loss comes first, and those without one last."""
     rows = []
     for name, summary in summaries.items():
-        numbers, held_out = summary.to_dict(), summary.held_out_losses
+        numbers = summary.to_dict()
+        held_out = [pair for pair in summary.held_out_losses if math.isfinite(pair[1])]
         loss, row = numbers["loss_last_mean"], f"step {summary.resumed_at + len(summary.steps_s):,}"
         row += "" if loss is None else f"  loss {loss:.3f}"
         if held_out:
             step, least = min(held_out, key=itemgetter(1))
             row += f"  held-out {held_out[-1][1]:.3f}, least {least:.3f} at step {step:,}"
             loss = least
-        rows.append((math.inf if loss is None else loss, name, row))
+        rows.append((not held_out, math.inf if loss is None else loss, name, row))
     width = max(map(len, summaries))
-    return [f"{name:<{width}}  {row}" for _, name, row in sorted(rows)]
+    return [f"{name:<{width}}  {row}" for *_, name, row in sorted(rows)]
 
 
 def bars(values: Sequence[float], width: int, num_rows: int = 1) -> str:
