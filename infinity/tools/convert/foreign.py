@@ -74,7 +74,7 @@ def _shards_of(directory: Path) -> dict[str, Mapping[str, torch.Tensor]]:
     if (directory / _SINGLE).is_file():
         return {_SINGLE: _tensors_of(directory / _SINGLE)}
     if not index.is_file():
-        remedy = "only these are converted, and safetensors need no conversion"
+        remedy = "safetensors need no conversion, and other weights are not converted"
         raise ConfigError(f"{directory} has neither {_SINGLE} nor {_INDEX}; {remedy}")
     weight_map = read_index(index)[0]
     files = sorted(set(weight_map.values()))
