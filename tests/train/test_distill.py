@@ -272,6 +272,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(
     job = job_of(tmp_path, models[0], teacher=str(teacher))
     with pytest.raises(ConfigError, match="has another tokenizer than bytes"):
         train(job)
+    job = job_of(tmp_path, models[0], teacher="scores.jsonl")
     with pytest.raises(ConfigError, match="has another tokenizer than bytes"):
         score(job, Path(teacher))
 
