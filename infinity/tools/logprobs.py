@@ -79,7 +79,9 @@ def score(
 
     Raises ConfigError, which names the sequence, before anything is read.
     """
-    check(causal_of(model).config, sequences, top_k, layers)
+    hf_config = causal_of(model).config
+    check_options(hf_config, top_k, layers)
+    check(hf_config, sequences)
     call = partial(score_sequence, model, top_k=top_k, layers=layers)
     for scores in in_sweeps(model, call, sequences, sweep_tokens):
         yield from scores
@@ -127,7 +129,7 @@ def sweeps(
         yield start, len(lengths)
 
 
-def check_options(hf_config: Any, top_k: int, layers: Sequence[int]) -> None:
+def check_options(hf_config: Any, top_k: int, layers: Sequence[int] = ()) -> None:
     """Raises ConfigError for options that a model of this configuration cannot follow."""
     config = hf_config.get_text_config()
     most = config.vocab_size
@@ -143,8 +145,6 @@ def check_options(hf_config: Any, top_k: int, layers: Sequence[int]) -> None:
 def check(
     hf_config: Any,
     sequences: Sequence[Sequence[int]],
-    top_k: int,
-    layers: Sequence[int] = (),
     *,
     end: int | None = None,
     name_of: Callable[[int], str] = "sequence {}".format,
@@ -152,7 +152,6 @@ def check(
     """Raises ConfigError, which names the sequence, for what a model of this configuration of
     transformers cannot score. `end`: the token at which a head reads a sequence, if it has one and
     reads at a certain token."""
-    check_options(hf_config, top_k, layers)
     config = hf_config.get_text_config()
     most, positions = config.vocab_size, positions_of(config)
     for number, ids in enumerate(sequences):

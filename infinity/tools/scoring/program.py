@@ -280,7 +280,7 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     sequences = read_sequences(request.data, directory, vocab_size, request.max_length)
     texts, has_head = [sequence.ids for sequence in sequences], num_labels is not None
     check(
-        hf_config, texts, request.top_k, request.layers,
+        hf_config, texts,
         end=end_of_head(hf_config) if has_head else None,
         name_of=lambda number: name_in(request.data, sequences[number]),
     )  # fmt: skip

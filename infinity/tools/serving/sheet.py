@@ -143,7 +143,7 @@ def make_sheet(
         for group, names in groups.items()
         for fault in _faults_of(group, [layers[name] for name in names], names)
     ]
-    check(causal_of(adapted).config, prompts, 0)
+    check(causal_of(adapted).config, prompts)
     asked = [(prompt, True) for prompt in prompts]
     total = 1 + len(planned)
     offload(adapted, config, weights=source.path)

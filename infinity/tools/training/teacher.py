@@ -28,7 +28,7 @@ from infinity.checkpoint import weight_source
 from infinity.config.hub import in_hub_cache
 from infinity.config.schema.train import Distill
 from infinity.errors import ConfigError, refusing, reporting
-from infinity.tools.logprobs import check, in_sweeps, rows_at_once, score_sequence
+from infinity.tools.logprobs import check_options, in_sweeps, rows_at_once, score_sequence
 from infinity.tools.training.base_identity import identify
 from infinity.tools.training.tokenizers import Tokenizer, open_same
 
@@ -60,7 +60,7 @@ class Teacher:
         # By digest: what a model has said, or the place in the file and the number of places.
         self._said: dict[bytes, Likeliest | tuple[int, int]] = {}
         if model is not None:
-            check(model.config, [], options.top_k)
+            check_options(model.config, options.top_k)
             if options.top_k > vocab_size:
                 raise ConfigError(
                     f"train.distill.top_k: expected at most {vocab_size}, the student's "
