@@ -71,6 +71,11 @@ def published_name(directory: Path) -> str | None:
     return folder.parent.name.removeprefix("models--").replace("--", "/")
 
 
+def base_name(directory: Path) -> str:
+    """Returns the name of a model for configurations: its repository id, or where it lies."""
+    return published_name(directory) or str(directory)
+
+
 def published_commit(directory: Path) -> str | None:
     """Returns the commit of a snapshot in the hub's cache; None of any other directory."""
     return _directory_of_pipeline(directory).name if published_name(directory) else None

@@ -15,7 +15,7 @@ from infinity.api import offload
 from infinity.checkpoint import weight_source
 from infinity.config import SwapConfig
 from infinity.config.extras import require_release
-from infinity.config.hub import in_hub_cache, model_name, published_name
+from infinity.config.hub import base_name, in_hub_cache, model_name
 from infinity.config.schema import changed
 from infinity.engine.registry import AGAIN, engine_of
 from infinity.errors import ConfigError
@@ -133,7 +133,7 @@ def empty_pretrained(
     hf_config = hf_config or config_of_directory(directory, trusts_code=trusts_code)
     for key in [key for key in rest if hasattr(hf_config, key)]:
         setattr(hf_config, key, rest.pop(key))
-    hf_config.name_or_path = published_name(directory) or str(directory)
+    hf_config.name_or_path = base_name(directory)
     dtype = getattr(torch, config.precision.compute_dtype)
     where = str(directory / "config.json")
     model = empty_model(hf_config, dtype, where, trusts_code=trusts_code, kind=model_class, **rest)

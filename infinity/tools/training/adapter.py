@@ -27,7 +27,7 @@ from infinity.checkpoint.durable import replace_files
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
 from infinity.config.extras import release_of
-from infinity.config.hub import published_commit, published_name
+from infinity.config.hub import base_name, published_commit
 from infinity.config.paths import refuse_absent_adapter
 from infinity.config.schema.inputs import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
 from infinity.engine.registry import engine_of
@@ -200,7 +200,7 @@ def _config(
             )
         if not options.any_base:
             check_base(options.resume, identity, config.base_model_name_or_path)
-    config.base_model_name_or_path = published_name(base.path) or str(base.path)
+    config.base_model_name_or_path = base_name(base.path)
     config.revision = published_commit(base.path)
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # Otherwise PEFT adds its own choice of modules.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Literal
@@ -15,7 +14,7 @@ from infinity.config.hub import published_name
 from infinity.config.schema.train import Purpose
 from infinity.integrations.card import base_in_words, card_of
 from infinity.sizes import counted
-from infinity.tools.training.report import Line, Reporter, Summary, bars, clock_of, summary_of
+from infinity.tools.training.report import Reporter, Summary, bars, clock_of
 
 Event = Literal["end", "failure", "plateau"]
 
@@ -69,10 +68,10 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
     ]
 
 
-def model_card(config: JobConfig, summary: Summary, kind: str, lines: Sequence[Line] = ()) -> str:
+def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
     """Returns README.md of the export: base, data, settings, losses, hardware and versions. `kind`
-    is the model type; `lines`, the metrics, have the steps before a resume. The base has its name
-    on the hub if it is in the hub's cache, for the hub refuses a path."""
+    is the model type; `summary` has the steps before a resume, too. The base has its name on the
+    hub if it is in the hub's cache, for the hub refuses a path."""
     from huggingface_hub import ModelCardData
 
     path, adapter, shown = config.model.path, config.adapter, config.train.diffusion
@@ -93,8 +92,6 @@ def model_card(config: JobConfig, summary: Summary, kind: str, lines: Sequence[L
         how = f"{how} and " if adapter.targets else ""
         how += f"{len(adapter.experts_full)} experts in full"
     steps, train = summary.resumed_at + len(summary.steps_s), config.train
-    if len(lines) > len(summary.steps_s):
-        summary = summary_of(lines)
     numbers = summary.to_dict()
     files = ", ".join(source.location.name for source in config.data.paths)
     batch = train.batch_size * train.gradient_accumulation_steps

@@ -270,18 +270,24 @@ class Run:
 
     def compare(self, runs: Mapping[str, Run]) -> None:
         """Prints how the runs of several adapters have ended."""
-        if self._job.rank.is_first:
-            for row in compared({name: run.all_steps() for name, run in runs.items()}):
-                self._reporter.note(row, of_all=True)
+        if not self._job.rank.is_first:
+            return
+        try:
+            rows = compared({name: run.all_steps() for name, run in runs.items()})
+        except MalformedError as error:
+            rows = [f"warning: the adapters are not compared: {error}"]
+        for row in rows:
+            self._reporter.note(row, of_all=True)
 
     def all_steps(self) -> Summary:
-        """Returns the summary with the steps before a resume, where their lines can be read."""
+        """Returns the summary with the steps before a resume, where their lines can be read. Raises
+        MalformedError for lines of another program."""
+        metrics = MetricsReader(self._config.output.metrics_path)
         if self.summary.resumed_at:  # The lines may be many.
-            metrics = MetricsReader(self._config.output.metrics_path)
-            with suppress(OSError, MalformedError):
+            with suppress(OSError):
                 metrics.read()
-                if len(metrics.lines) > len(self.summary.steps_s):  # Else some were not written.
-                    return summary_of(metrics.lines)
+        if len(metrics.lines) > len(self.summary.steps_s):  # Else some were not written.
+            return summary_of(metrics.lines)
         return self.summary
 
     def fail(self, error: BaseException) -> None:
@@ -448,12 +454,8 @@ class Run:
                     max_shard_nbytes=self._config.output.max_shard_size,
                     tokenizer=tokenizer,
                 )
-        metrics = MetricsReader(self._config.output.metrics_path)
-        if self.summary.resumed_at:  # They may be long, and the best weights have a card, too.
-            with suppress(OSError):
-                metrics.read()
         try:
-            card = model_card(self._config, self.summary, job.plan.kind, metrics.lines)
+            card = model_card(self._config, self.all_steps(), job.plan.kind)
             replace_file(directory / "README.md", card)
         except (OSError, MalformedError) as error:
             self._reporter.note(f"warning: the model card is not written: {error}")
