@@ -14,14 +14,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def download_remedy(path: str | Path) -> str:
-    """Returns the command that would make a directory of a GGUF file, or download a path's last two
-    parts as a model of the hub, to append to an error about a missing directory; "" for a path that
-    cannot be meant so.
+    """Returns the command that would make a directory of a GGUF file, or of one in a directory, or
+    download a path's last two parts as a model of the hub, to append to an error about a missing
+    directory; "" for a path that cannot be meant so.
 
     A path below a directory that exists was more likely mistyped.
     """
-    if Path(path).suffix == ".gguf":
-        return f". `infinity convert {shlex.quote(str(path))} -o DIR` makes one of a GGUF file"
+    inside = sorted(file for file in Path(path).glob("*.gguf") if not file.match("mmproj*"))
+    for file in [Path(path)][: Path(path).suffix == ".gguf"] or inside:
+        return f". `infinity convert {shlex.quote(str(file))} -o DIR` makes one of a GGUF file"
     parts = Path(path).parts[-2:]
     name = "/".join(parts)
     if not _HUB_ID.fullmatch(name) or name.count("/") != 1 or Path(path).parent.is_dir():

@@ -56,7 +56,7 @@ def refuse_absent_model(path: Path) -> None:
         refuse_adapter(path)
         raise ConfigError(
             f"model.path: {path} has no config.json; expected a Hugging Face model"
-            f"{runs_remedy(path)}"
+            f"{runs_remedy(path)}{download_remedy(path)}"
         )
 
 

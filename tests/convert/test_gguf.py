@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mistral3Config
 
 import infinity
 from infinity.checkpoint.huggingface.import_weights import weight_source
@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def written(
-    path: Path, architecture: str, kind_of: Any, num_files: int = 1, *, factors: bool = False
+    path: Path, architecture: str, kind_of: Any, num_files: int = 1, *, is_scaled: bool = False
 ) -> list[Path]:
     """Writes a GGUF file, or a split, of a seeded model, as llama.cpp's converter lays it out."""
     model_type, sizes = MODELS[architecture]
@@ -80,7 +80,7 @@ def written(
         if architecture == "gemma2" and "norm" in name:
             values = values + 1
         _add(tensors, f"{names.get_name(base)}.{suffix}", values, kind_of)
-    if factors:
+    if is_scaled:
         tensors["rope_freqs.weight"] = np.ones(32, dtype=np.float32), "F32"
     paths = [path] if num_files == 1 else [
         path.with_name(f"{path.stem}-{i + 1:05}-of-{num_files:05}.gguf") for i in range(num_files)
@@ -90,6 +90,9 @@ def written(
         writer = gguf.GGUFWriter(file, architecture)
         if file == paths[0]:
             _describe(writer, config)
+            if is_scaled:
+                writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+                writer.add_sliding_window(0)  # None.
         for name in share:
             data, kind = tensors[str(name)]
             raw = GGMLQuantizationType[kind]
@@ -278,12 +281,42 @@ def test_the_tokenizer_is_that_of_the_file_or_the_one_beside_it(tmp_path: Path) 
     assert not (tmp_path / "second/notes.txt").exists()
 
 
-def test_scaled_positions_are_said_unless_config_json_is_there(tmp_path: Path) -> None:
-    (file,) = written(tmp_path / "tiny.gguf", "llama", mixed, factors=True)
+def test_what_the_described_model_lacks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "llama", ("llama", {"attention_bias": True}))
+    (file,) = written(tmp_path / "tiny.gguf", "llama", mixed, is_scaled=True)
     (line,) = converted(file, tmp_path / "out")
-    assert "rope_scaling" in line and "put the config.json" in line
+    assert "'llama.rope.scaling.type', 'blk.0.attn_k.bias'" in line
+    assert "and 5 more" in line and "put the config.json" in line and "window" not in line
     put_config_beside(tmp_path, "llama")
     assert converted(file, tmp_path / "second") == []
+
+
+def test_names_are_those_of_the_architecture_and_a_config_of_images_gives_its_text(
+    tmp_path: Path,
+) -> None:
+    (file,) = written(tmp_path / "tiny.gguf", "llama", mixed)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')  # Some have that alone.
+    assert converted(file, tmp_path / "out") == []
+    expected, text = decoded(tmp_path / "out"), AutoConfig.for_model("mistral", **SIZES)
+    for config in (text, Mistral3Config(text_config=text.to_dict())):
+        config.save_pretrained(tmp_path)
+        assert converted(file, tmp_path / config.model_type) == []
+        found = decoded(tmp_path / config.model_type)
+        assert all(torch.equal(values, found[name]) for name, values in expected.items())
+        told = AutoConfig.from_pretrained(tmp_path / config.model_type)
+        assert (told.model_type, str(told.dtype)) == ("mistral", "torch.bfloat16")
+
+
+def test_an_architecture_that_transformers_does_not_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "gemma", ("gemma", {"tie_word_embeddings": True}))
+    (file,) = written(tmp_path / "tiny.gguf", "gemma", mixed)
+    put_config_beside(tmp_path, "gemma")
+    with pytest.raises(ConfigError, match="does not read 'gemma' from GGUF"):
+        plan_gguf(file, print)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
@@ -325,7 +358,12 @@ def test_the_command_makes_a_directory_and_a_gguf_path_names_the_command(tmp_pat
     assert json.loads(done.stdout)["shards"] == ["model.safetensors"]
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("llama", ["LlamaForCausalLM"])
-    refused = run_command("new", file, "--data", tmp_path / "data.jsonl")
-    assert refused.exit_code != 0 and "infinity convert" in refused.output
+    for refused in (
+        run_command("new", file, "--data", tmp_path / "data.jsonl"),
+        run_command("new", tmp_path, "--data", tmp_path / "data.jsonl"),
+        run_command("generate", tmp_path, "t0"),
+        run_command("convert", tmp_path, "-o", tmp_path / "third"),
+    ):
+        assert refused.exit_code != 0 and f"infinity convert {file} -o" in refused.output
     merged = run_command("merge", tmp_path / "out", tmp_path / "none", "-o", tmp_path / "merged")
     assert merged.exit_code != 0

@@ -21,6 +21,7 @@ import torch
 from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
 from infinity.checkpoint.huggingface.weight_tensors import read_config, read_index
+from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError, corrupt, refusing
 from infinity.tools.convert.quantize import plain, without_quantisation
 from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor, as_numbers, copied
@@ -74,8 +75,10 @@ def _shards_of(directory: Path) -> dict[str, Mapping[str, torch.Tensor]]:
     if (directory / _SINGLE).is_file():
         return {_SINGLE: _tensors_of(directory / _SINGLE)}
     if not index.is_file():
-        remedy = "safetensors need no conversion, and other weights are not converted"
-        raise ConfigError(f"{directory} has neither {_SINGLE} nor {_INDEX}; {remedy}")
+        raise ConfigError(
+            f"{directory} has neither {_SINGLE} nor {_INDEX}; safetensors need no conversion, and "
+            f"other weights are not converted{download_remedy(directory)}"
+        )
     weight_map = read_index(index)[0]
     files = sorted(set(weight_map.values()))
     for name in files:

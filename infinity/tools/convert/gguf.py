@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,9 @@ _BESIDE = (
     "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*",
     "generation_config.json", "LICENSE*",
 )  # fmt: skip
-_ROPE_FACTORS = "rope_freqs.weight"
+# What decides values, and for most architectures transformers reads from config.json only.
+_ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_UNREAD = ("rope.scaling.type", "rope.scaling.factor", "attention.sliding_window")
 _MERGED_LAST = "up"  # The second half of `gate_up_proj`, as transformers merges them.
 
 
@@ -65,11 +67,15 @@ class GgufSource:
         # Of each file gguf's own: `data` is mapped, rows of numbers or of bytes of blocks.
         self.tensors: list[dict[str, Any]] = []
         self.architecture = ""
+        self.values: dict[str, Any] = {}  # Those of _UNREAD that the first file has, by its keys.
         for file in self.files:
             try:
                 reader: Any = reader_of(file)
                 if not self.architecture:
                     self.architecture = str(reader.fields["general.architecture"].contents())
+                    for name in (f"{self.architecture}.{key}" for key in _UNREAD):
+                        if name in reader.fields:
+                            self.values[name] = reader.fields[name].contents()
             except (ValueError, KeyError, IndexError, OverflowError) as error:
                 raise corrupt(str(file), f"it cannot be read as GGUF: {error}") from None
             self.tensors.append({tensor.name: tensor for tensor in reader.tensors})
@@ -117,11 +123,11 @@ def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> Dire
     config = {**_config_of(source, model.config), "quantization_config": {"quant_method": "gguf"}}
     others = _tokenizer_files(source, scratch)
     plan = DirectoryPlan(source.path, source.nbytes, config, others=others)
-    targets = _targets(model, processor, stored)
-    if _ROPE_FACTORS in stored and _ROPE_FACTORS not in targets and not _beside(source):
+    targets = _targets(source, model, processor, stored)
+    if unread := _unread(source, stored.keys() - targets.keys()):
         say(
-            f"{source.path.name} scales its rotary positions ({_ROPE_FACTORS}), which config.json "
-            f"says as rope_scaling: {_remedy(source)}"
+            f"{source.path.name}: {listed(unread)} have no place in the described model, whose "
+            f"config.json may have rope_scaling, biases or such: {_remedy(source)}"
         )
     parts: dict[str, list[Any]] = {}
     for name, target in targets.items():
@@ -130,7 +136,7 @@ def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> Dire
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     missing = [name for name in expected if name not in parts and name not in tied]
     if missing:
-        raise ConfigError(f"{source.path} has no tensor for {listed(missing)}")
+        raise ConfigError(f"{source.path} has no tensor for {listed(missing)}: {_remedy(source)}")
     file_of = {name: index for index, file in enumerate(source.tensors) for name in file}
     wide = list[str]()
     for target, tensors in parts.items():
@@ -151,41 +157,69 @@ def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> Dire
     return plan
 
 
-def _beside(source: GgufSource) -> Path | None:
-    config = source.path.parent / "config.json"
-    return config if config.is_file() else None
+def _unread(source: GgufSource, names: Set[str]) -> list[str]:
+    """Returns keys and tensors that the model has not taken, among `names` those without a place.
+    A config.json beside the file has what stands in keys."""
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+
+    if _beside(source) is not None:
+        return sorted(names - {*_ROPE_FACTORS})
+    mapping: Mapping[str, Any] = GGUF_CONFIG_MAPPING
+    known = mapping.get(source.architecture, {})
+    keys = [key for key, value in source.values.items() if value and value != "none"]
+    return [key for key in keys if key.partition(".")[2] not in known] + sorted(names)
+
+
+def _beside(source: GgufSource) -> dict[str, Any] | None:
+    """Returns the config.json of the original model; None without one, or for the line with the
+    type alone that some repositories of GGUF files have."""
+    path = source.path.parent / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        table = table_of(read_json(path), "it")
+    except MalformedError as error:
+        raise corrupt(str(path), str(error)) from None
+    return table if table.keys() - {"model_type"} else None
 
 
 def _remedy(source: GgufSource) -> str:
-    beside = _beside(source)
-    if beside is None:
+    if _beside(source) is None:
         return "put the config.json of the original model beside the file"
-    return f"is {beside} that of the original model?"
+    return f"is {source.path.parent / 'config.json'} that of the original model?"
 
 
 def _config_of(source: GgufSource, found: Any) -> dict[str, Any]:
-    beside = _beside(source)
-    if beside is not None:
-        try:
-            table = table_of(read_json(beside), "it")
-        except MalformedError as error:
-            raise corrupt(str(beside), str(error)) from None
-        return {key: value for key, value in table.items() if key != "quantization_config"}
-    return {**found.to_diff_dict(), "dtype": "bfloat16"}
+    table = _beside(source)
+    if table is None or table.get("model_type") != found.model_type:  # That of a part.
+        return {**found.to_diff_dict(), "dtype": "bfloat16"}
+    table.setdefault("dtype", table.get("torch_dtype") or "bfloat16")
+    return {key: value for key, value in table.items() if key != "quantization_config"}
 
 
 def _model_of(source: GgufSource, *, is_tied: bool) -> tuple[Any, Any]:
-    """Returns (the model on meta, the processor of its tensors)."""
+    """Returns (the model on meta, the processor of its tensors). A GGUF file of a model with images
+    has the text's part."""
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+    from transformers.modeling_gguf_pytorch_utils import (
+        GGUF_SUPPORTED_ARCHITECTURES,
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+    )
 
     first = source.files[0]
+    known = {re.sub("[-_]", "", name) for name in GGUF_SUPPORTED_ARCHITECTURES}
+    if re.sub("[-_]", "", source.architecture) not in known:
+        raise ConfigError(
+            f"{first}: transformers does not read {source.architecture!r} from GGUF, so nothing "
+            "says which of its tensors llama.cpp has changed; use the safetensors of the model"
+        )
     beside = _beside(source)
     with refusing(
         f"{first}: transformers reads no model from it", Exception, remedy=f"; {_remedy(source)}"
     ):
         where = {} if beside is not None else {"gguf_file": first.name}
-        config = AutoConfig.from_pretrained(first.parent, **where)
+        config = AutoConfig.from_pretrained(first.parent, **where).get_text_config()
         if beside is None:
             config.tie_word_embeddings = is_tied  # The reader sees the first file of a split.
         with torch.device("meta"):
@@ -211,11 +245,14 @@ def _tokenizer_files(source: GgufSource, scratch: Path) -> tuple[Path, ...]:
     return tuple(({path.name: path for path in beside} | made).values())
 
 
-def _targets(model: Any, processor: Any, stored: Mapping[str, Any]) -> dict[str, str]:
+def _targets(
+    source: GgufSource, model: Any, processor: Any, stored: Mapping[str, Any]
+) -> dict[str, str]:
     """Returns the name in the model of each tensor that the model has a place for."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
-    known = get_gguf_hf_weights_map(model, processor)
+    # By the architecture of the file: that of a Mistral is Llama's.
+    known = get_gguf_hf_weights_map(model, processor, source.architecture)
     found = {name: known.get(name, known.get(name.removesuffix(".weight"))) for name in stored}
     return {name: target for name, target in found.items() if target is not None}
 
