@@ -232,6 +232,28 @@ def test_wrappers_that_would_sum_gradients_again_are_refused(wrapper, tmp_path):
     assert type(nn.DataParallel(nn.Linear(4, 4)).module) is nn.Linear
 
 
+def test_fully_shard_of_an_offloaded_module_is_refused_and_changes_nothing(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = infinity.offload(copy.deepcopy(plain), swap_config(tmp_path))
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for module in (model, model[0]):
+            with pytest.raises(UnsupportedError, match="fully_shard of a model .*as it is"):
+                fully_shard(module, mesh=mesh)
+        assert type(fully_shard(plain, mesh=mesh)[0].weight.device) is torch.device
+    finally:
+        torch.distributed.destroy_process_group()
+    assert type(model[0]) is nn.Linear
+    model(torch.ones(1, 4)).sum().backward()
+    infinity.close(model)
+
+
 def test_every_public_name_can_be_imported_from_the_package():
     assert infinity.StorageError is infinity.errors.StorageError
     for name in infinity.__all__:

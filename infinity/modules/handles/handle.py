@@ -345,6 +345,15 @@ def refuse_swap(tensor: torch.Tensor) -> NoReturn:
     )
 
 
+def refuse_wrapper(wrapper: str, name: str) -> NoReturn:
+    """Raises UnsupportedError for a wrapper that divides a model among ranks, or sums gradients."""
+    raise UnsupportedError(
+        f"{wrapper} of a model whose {name!r} is offloaded: the engine shares it among the ranks "
+        "of torch.distributed and averages its gradients; use the model as it is, and wrap only "
+        "modules that are not offloaded"
+    )
+
+
 def plain_value(value: torch.Tensor) -> torch.Tensor:
     """Returns a plain tensor for a state value, and anything else unchanged."""
     with torch.no_grad():
@@ -360,6 +369,13 @@ def is_value_of(value: Any, handle: Any) -> bool:
 
 
 # -- Functions of torch with a meaning of their own for handles; the owner runs all others ---------
+
+
+def _device(handle: Handle) -> Any:
+    # FSDP reads the device of each parameter before it hooks a module or replaces a parameter.
+    if sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
+        refuse_wrapper("fully_shard", handle.name_in_model)
+    return NotImplemented
 
 
 def _get_data(handle: Handle) -> Handle:
@@ -622,6 +638,7 @@ Handle.special = {
     torch.autograd.backward: backward_of_handles,
     torch.Tensor.register_hook: _register_hook,
     torch.Tensor.view_as: _view_as,
+    TENSOR.device.__get__: _device,
     TENSOR.data.__get__: _get_data,
     TENSOR.data.__set__: _set_data,
     TENSOR.requires_grad.__set__: _set_requires_grad,

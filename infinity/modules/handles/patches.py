@@ -50,9 +50,14 @@ from torch import nn
 from torch.autograd.function import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
-from infinity.errors import UnsupportedError
 from infinity.modules.handles.edits import WeightEdits
-from infinity.modules.handles.handle import Handle, backward_of_handles, find_handles, refuse_swap
+from infinity.modules.handles.handle import (
+    Handle,
+    backward_of_handles,
+    find_handles,
+    refuse_swap,
+    refuse_wrapper,
+)
 from infinity.modules.handles.originals import followed, plain_swap_tensors
 from infinity.modules.handles.torch_functions import TENSOR
 from infinity.private.torch import FunctionBase, ScriptFunction, ScriptMethod, SingleLevelFunction
@@ -149,11 +154,7 @@ def _of_plain_modules(begin: Callable[..., None]) -> Callable[..., None]:
     def begin_plain(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         offloaded = [name for name, p in module.named_parameters() if isinstance(p, Handle)]
         if offloaded:
-            raise UnsupportedError(
-                f"{type(wrapper).__name__} of a model whose {offloaded[0]!r} is offloaded: the "
-                "engine shares it among the ranks of torch.distributed and averages its gradients; "
-                "use the model as it is, and wrap only modules that are not offloaded"
-            )
+            refuse_wrapper(type(wrapper).__name__, offloaded[0])
         begin(wrapper, module, *args, **kwargs)
 
     return begin_plain

@@ -108,14 +108,14 @@ class StandIn(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in PLAIN:
-            with DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         special = cls.special.get(func)
         if special is not None:
             answer = special(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
+        if func in PLAIN:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         return cls.run(func, args, kwargs)
 
 
