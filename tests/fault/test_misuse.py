@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,30 @@ def test_close_ends_the_engine_of_a_model(tmp_path):
     assert engine.is_closed
     with pytest.raises(infinity.InfinityError, match="Linear is not offloaded"):
         infinity.close(model)
+
+
+@pytest.mark.parametrize("place", ["module", "forward"])
+def test_close_in_a_thread_that_a_hook_joins_is_refused_instead_of_waiting(place, tmp_path):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model, refused = infinity.offload(model, swap_config(tmp_path)), []
+
+    def close() -> None:
+        with pytest.raises(InfinityError, match="join it after the pass") as caught:
+            infinity.close(model)
+        refused.append(caught)
+
+    def hook(*unused: object) -> None:
+        thread = threading.Thread(target=close, daemon=True)
+        thread.start()
+        thread.join(60)
+
+    if place == "module":
+        model[1].register_full_backward_hook(hook)
+    else:
+        model[1].register_forward_hook(hook)
+    model(torch.ones(1, 4)).sum().backward()
+    assert len(refused) == 1
+    infinity.close(model)
 
 
 @pytest.mark.parametrize("place", ["parameter", "module", "forward", "gather", "node"])

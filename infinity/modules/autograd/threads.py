@@ -42,6 +42,7 @@ from infinity.private.torch import (
 _CALL: CodeType = module_call_impl.__code__
 _BACKWARD: CodeType = engine_run_backward.__code__
 _NODE: CodeType = BackwardCFunction.apply.__code__
+_JOIN: CodeType = threading.Thread.join.__code__
 PATIENCE_S = 10.0  # With reads of another thread, which may keep weights as long as it likes.
 LOOKS_S = 0.005  # The interval at which a thread looks whether the other one has ended.
 
@@ -88,6 +89,17 @@ def is_backward_elsewhere(threads: Collection[int]) -> bool:
     return any(frame.f_code is _BACKWARD for frames in found.values() for frame in frames)
 
 
+def _is_joined_in(threads: Collection[int]) -> bool:
+    """Whether one of these threads waits for the end of this one. 0: any thread of a device."""
+    this, main = threading.current_thread(), threading.main_thread().ident
+    for thread, frames in stacks([]).items():
+        is_of_device = thread != main and frames[-1].f_code.co_name != "_bootstrap"
+        joined = (f.f_locals.get("self") for f in frames if f.f_code is _JOIN)
+        if this in joined and (thread in threads or (0 in threads and is_of_device)):
+            return True
+    return False
+
+
 class Turns:
     """The thread whose pass runs. `lock` is the engine's."""
 
@@ -114,7 +126,8 @@ class Turns:
     ) -> Iterator[None]:
         """Holds the lock for the time of a `with` block, once no other thread has the turn or runs
         one of the backwards, of which `backwards` returns the threads; and once `is_read` says that
-        none reads, unless that takes long. The caller does not hold the lock."""
+        none reads, unless that takes long. The caller does not hold the lock. Raises InfinityError
+        where the other thread, in a hook of its pass, waits for this one to end."""
         with self._ended:
             until_s = time.monotonic() + PATIENCE_S
             while (
@@ -122,6 +135,11 @@ class Turns:
                 or is_backward_elsewhere(backwards())
                 or (is_read is not None and is_read() and time.monotonic() < until_s)
             ):
+                if _is_joined_in([self._thread, *backwards()]):
+                    raise InfinityError(
+                        "a pass of another thread waits, in a hook, for the end of this thread, "
+                        "which would wait for the end of the pass: join it after the pass"
+                    )
                 self._ended.wait(LOOKS_S)
             yield
 
