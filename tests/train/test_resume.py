@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -245,6 +246,13 @@ def test_a_longer_run_with_another_learning_rate_goes_on_where_it_is_asked_for(j
     more = "train.steps=10", "checkpoint.every=2", "optimizer.lr=0.002"
     with pytest.raises(ConfigError, match=r"train\.steps is 10 and was 6.*--accept-changes"):
         run(job, *more, resume=True)
+    for other, said in (
+        (("train.epochs=1", "train.steps=0"), "train.epochs is 1.0 and was not set; train.steps is "
+         "not set and was 6"),
+        (("train.schedule=constant",), ": train.schedule is 'constant' and was 'cosine'. To go on"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            run(job, *short, *other, resume=True)
     with pytest.raises(ConfigError, match=r"train\.batch_size is 3"):
         run(job, *more, "train.batch_size=3", resume=True, accept_changes=True)
     console = Console(file=io.StringIO(), width=400)

@@ -37,11 +37,12 @@ from infinity.tools.training.trainer import check_state
 
 _HELD_OUT = f"the SHA-256 of the {HELD_OUT}"
 _BASE = f"the {BASE_CONFIG}"
+_LENGTHS = ("train.steps", "train.epochs")  # 0 where the other one is set.
 # The learning rate over the run, its length, and the held-out data: what a continuation may change
 # on request, as it may the settings of the base (`_BASE`).
 _ACCEPTED = frozenset((
-    "optimizer.lr", "train.steps", "train.epochs", "train.schedule", "train.warmup_steps",
-    "train.min_lr_ratio", _HELD_OUT,
+    *_LENGTHS, "optimizer.lr", "train.schedule", "train.warmup_steps", "train.min_lr_ratio",
+    _HELD_OUT,
 ))  # fmt: skip
 _BATCHES_KEY = "train.gradient_accumulation_steps"
 _NAMES = {_BATCHES_KEY: "train.gradient_accumulation_steps times the number of ranks"}
@@ -205,12 +206,18 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
     knows_base = _BASE in before and _BASE in now
     before, now = _by_key(before, knows_base=knows_base), _by_key(now, knows_base=knows_base)
     return {
-        key: f"{_NAMES.get(key, key)} is {now.get(key)!r} and was {before.get(key)!r}"
+        key: f"{_NAMES.get(key, key)} is {_said(key, now)} and was {_said(key, before)}"
         for key in sorted({*now, *before})
         if now.get(key) != before.get(key)
+        and (key not in _LENGTHS or (key in before and key in now))  # Else the schedule differs.
         and (key in before or not key.startswith(_LATER))
         and (key in now or key != _HELD_OUT)  # No evaluation: none differs.
     }
+
+
+def _said(key: str, settings: Mapping[str, Any]) -> str:
+    value = settings.get(key) or None if key in _LENGTHS else settings.get(key)
+    return "not set" if value is None else repr(value)
 
 
 def _by_key(settings: Mapping[str, Any], *, knows_base: bool) -> dict[str, Any]:
