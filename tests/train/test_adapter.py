@@ -236,9 +236,18 @@ def test_another_adapter_is_no_continuation(tmp_path, table) -> None:
     table["train"]["steps"] = 2
     table["checkpoint"] = {"every": 2}
     run(table)
-    table["adapter"]["rank"] = 8
+    adapter, written = table["adapter"], tmp_path / "output/checkpoints"
+    table["adapter"] = adapter | {"rank": 8}
     with pytest.raises(ConfigError, match="adapter.rank is 8 and was 4"):
         run(table, resume=True)
+    table["adapter"] = [adapter | {"name": "one"}]
+    with pytest.raises(ConfigError, match=r"name, which \[\[adapter\]\].*'one' and was not set"):
+        run(table, resume_from=written)
+    run(table)
+    table["adapter"] = adapter
+    table["output"] = {"directory": str(tmp_path / "other")}
+    with pytest.raises(ConfigError, match=r"\[adapter\] has not, is not set and was 'one'"):
+        run(table, resume_from=tmp_path / "output/one/checkpoints")
 
 
 def test_an_adapter_of_another_base_of_equal_shapes_is_refused_unless_any_will_do(

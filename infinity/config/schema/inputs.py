@@ -229,7 +229,7 @@ class AdapterConfig(Section):
     any_base: Annotated[Flag, MAY_CHANGE] = False
     """Take saved adapters that were trained over another base of the same names and shapes, too."""
 
-    name: Annotated[Annotated[str, some_text("a name")] | None, MAY_CHANGE] = None
+    name: Annotated[str, some_text("a name")] | None = None
     """Required for each of several: letters, digits, _ and -. The keys below belong to
     `[[adapter]]` alone."""
     lr: Annotated[Annotated[float, number(minimum=0)] | None, MAY_CHANGE] = None

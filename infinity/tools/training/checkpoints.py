@@ -45,10 +45,13 @@ _ACCEPTED = frozenset((
     _HELD_OUT,
 ))  # fmt: skip
 _BATCHES_KEY = "train.gradient_accumulation_steps"
-_NAMES = {_BATCHES_KEY: "train.gradient_accumulation_steps times the number of ranks"}
+_NAMES = {
+    _BATCHES_KEY: "train.gradient_accumulation_steps times the number of ranks",
+    "adapter.name": "adapter.name, which [[adapter]] has and [adapter] has not,",
+}
 _IDENTITY = "run"
 # Keys, or how they begin, that older checkpoints may lack, or have and nobody compares.
-_LATER = ("model.", "train.labels", "train.diffusion.", "the SHA-256 of")
+_LATER = ("model.", "adapter.name", "train.labels", "train.diffusion.", "the SHA-256 of")
 _EARLIER = frozenset((
     "precision.gradients", "train.grpo.reward_model", f"the SHA-256 of {_BASE}"
 ))  # fmt: skip
