@@ -169,11 +169,11 @@ def identity_of(
 
 def check_same_run(
     loaded: Loaded, identity: dict[str, Any], *, accept_changes: bool = False
-) -> list[str]:
+) -> dict[str, str]:
     """Raises ConfigError that names every changed key.
 
     With `accept_changes` those of `_ACCEPTED` and the settings of the base may change; then returns
-    what has, for messages.
+    how they have, by their keys.
     """
     before, now = _settings_of(loaded), identity[_IDENTITY]
     changed = _changes(before, now)
@@ -187,7 +187,7 @@ def check_same_run(
             + (". To go on with it nevertheless, add --accept-changes" if can_accept else "")
             + (f". To begin beside it, {_way_round(loaded.path)}" if not can_accept else "")
         )
-    return [f"accepted since {loaded.path.name}: {change}" for change in changed.values()]
+    return changed
 
 
 def _settings_of(loaded: Loaded | JobConfig) -> dict[str, Any]:
@@ -270,7 +270,8 @@ class RunCheckpoints:
         self._identity = identity_of(config, job.receipt(), job.base_settings)
         # The checkpoint of one of several adapters holds no other.
         self._has_all_state = config.adapter is None or config.adapter.name is None
-        self.accepted: list[str] = []  # Changes since the checkpoint, which the user has allowed.
+        # Changes since the checkpoint, by their keys, which the user has allowed.
+        self.accepted: dict[str, str] = {}
         self._saved_step = 0  # The step of the newest complete checkpoint.
         self._saving: Saving | None = None  # The checkpoint that is being copied.
 
@@ -282,7 +283,9 @@ class RunCheckpoints:
                 self.accepted = check_same_run(
                     self._job.resume, self._identity, accept_changes=accept_changes
                 )
-            if any(_HELD_OUT in change for change in self.accepted):
+            for change in self.accepted.values():
+                self._reporter.note(f"accepted since {self._job.resume.path.name}: {change}")
+            if _HELD_OUT in self.accepted:
                 # Losses of other data are not comparable: the lowest one begins anew.
                 state = self._job.resume.extra[TRAINER_STATE]
                 state["best_metric"] = None
@@ -290,8 +293,6 @@ class RunCheckpoints:
             for path in chain(*map(list_checkpoints, self._config.commit_directories)):
                 with suppress(CorruptionError):
                     check_same_run(read_program(path), self._identity, accept_changes=True)
-        for change in self.accepted:
-            self._reporter.note(change)
 
     def units(self) -> frozenset[int] | None:
         """Returns the units whose state is the run's; None for all."""
