@@ -44,7 +44,10 @@ Method = Literal["echo", "prompt_logprobs", "next token"]
 Sampled: TypeAlias = tuple[list[int], list[float]]  # Token ids, and the log-probability of each.
 
 
-_readable = refusing("the server's answer cannot be read", MalformedError)
+_EXPECTED = "expected an OpenAI-compatible server, such as vLLM or SGLang"
+_readable = refusing(
+    "the server's answer cannot be read", MalformedError, remedy=f"; {_EXPECTED}, at this address"
+)
 
 
 class Server:
@@ -52,12 +55,14 @@ class Server:
     after the first one: "echo" of completions, vLLM's "prompt_logprobs", or as the "next token" of
     every prefix, of those tokens only that are among the likeliest."""
 
-    def __init__(self, url: str, *, key: str | None = None) -> None:
-        """key: the name of the environment variable that holds the bearer token."""
+    def __init__(self, url: str, *, key: str | None = None, then: str = "") -> None:
+        """key: the name of the environment variable that holds the bearer token. then: what comes
+        after the start of a server that does not answer, for messages."""
         if not _ADDRESS.fullmatch(url):
             raise ConfigError(f"{url!r} is no address of a server; expected http://HOST:PORT")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.method: Method | None = None
+        self._then = then
         self._token: str | None = None
         if key is not None:
             if key not in os.environ:
@@ -70,7 +75,7 @@ class Server:
     def models(self, *, is_base: bool = False) -> list[str]:
         """Returns the names that the server lists; of `is_base`, those that are no adapters: vLLM
         and SGLang name the base of an adapter as its parent."""
-        models = _tables(self._ask("v1/models"), "data")
+        models = self._listed()
         return [str(m["id"]) for m in models if "id" in m and not (is_base and m.get("parent"))]
 
     def only_model(self, remedy: str, *, is_base: bool = False) -> str:
@@ -127,8 +132,8 @@ class Server:
     @_readable
     def kind(self) -> Literal["vllm", "sglang"]:
         """The server of which this is one, by the owner that it gives its models."""
-        models = _tables(self._ask("v1/models"), "data")
-        return "sglang" if "sglang" in {str(model.get("owned_by")) for model in models} else "vllm"
+        owners = {str(model.get("owned_by")) for model in self._listed()}
+        return "sglang" if "sglang" in owners else "vllm"
 
     @cached_property
     @_readable
@@ -164,6 +169,12 @@ class Server:
     @property
     def _load_path(self) -> str:
         return "load_lora_adapter" if self.kind == "sglang" else "v1/load_lora_adapter"
+
+    def _listed(self) -> list[dict[str, Any]]:
+        try:
+            return _tables(self._ask("v1/models"), "data")
+        except _RefusedError as error:
+            raise ConfigError(f"{error}; {_EXPECTED}, and --key where it asks for one") from None
 
     def _echo(self, model: str, prompt: Sequence[int]) -> list[float | None] | None:
         choice = self._complete(model, prompt, echo=True, logprobs=1)
@@ -218,8 +229,8 @@ class Server:
             raise _RefusedError(f"{where} answers {error.code} {said}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ConfigError(
-                f"{where} does not answer: {error}. Start the server (again); a run that needs it "
-                "goes on from its last checkpoint"
+                f"{where} does not answer: {error}. Start the server, or give the address at which "
+                f"it listens{self._then}"
             ) from None
 
 
@@ -274,7 +285,8 @@ class ServerSampler:
         model: str | None = None,
         key: str | None = None,
     ) -> None:
-        self._server = Server(url, key=key)
+        then = "; a run that needs it goes on from its last checkpoint"
+        self._server = Server(url, key=key, then=then)
         # Adapters of others may be there, or one that a run which has died left behind.
         self._base = model or self._server.only_model("name the base with `model`", is_base=True)
         self._directory = None if directory is None else Path(directory).absolute()

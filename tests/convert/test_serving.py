@@ -316,7 +316,12 @@ def test_a_sheet_has_digests_and_versions_and_is_refused_when_it_is_damaged(
         done = run_command("verify-served", "http://127.0.0.1:1", "--sheet", tmp_path / name)
         assert done.exit_code == 2 and said in done.output
     done = run_command("verify-served", "http://127.0.0.1:1", "--sheet", file)
-    assert done.exit_code == 2 and "does not answer" in done.output
+    assert done.exit_code == 2 and "give the address at which it listens" in done.output
+    assert "checkpoint" not in done.output
+    for answer in ((404, "no such page"), (200, "<html>")):
+        with serving(lambda *_, answer=answer: answer) as url:
+            done = run_command("verify-served", url, "--sheet", file)
+        assert done.exit_code == 2 and "expected an OpenAI-compatible server" in done.output
 
 
 def test_adapter_and_base_pass_in_one_sweep_with_the_bits_of_two(
