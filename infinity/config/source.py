@@ -239,6 +239,10 @@ def override(table: dict[str, Any], text: str) -> None:
 
 def _entry(place: Any, part: str, text: str) -> Any:
     if not isinstance(place, list) or not part.isdigit() or int(part) >= len(place):
-        have = f"a list of {len(place)}" if isinstance(place, list) else "a value"
+        have = "a value"
+        if isinstance(place, list):
+            key = text.partition(f".{part}")[0]
+            entries = f", whose entries are {key}.0 to {key}.{len(place) - 1}" if place else ""
+            have = f"a list of {len(place)}{entries}"
         raise ConfigError(f"--set {text!r}: {part!r} leads nowhere, there is {have}")
     return place[int(part)]

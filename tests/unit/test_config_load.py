@@ -298,6 +298,16 @@ def test_table_that_was_changed_after_reading_keeps_the_paths_of_its_file(tmp_pa
         SwapConfig.from_table(table, source)
 
 
+def test_an_entry_of_a_list_is_set_by_its_number_which_the_error_says(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.toml", "[[adapter]]\nname = 'a'\n[[adapter]]\nname = 'b'\n")
+    for key in ("adapter.lr", "adapter.2.lr"):
+        with pytest.raises(ConfigError, match=r"whose entries are adapter\.0 to adapter\.1"):
+            read_file(file, [f"{key}=0.1"])
+    assert read_file(file, ["adapter.1.lr=0.1"])[0]["adapter"] == [
+        {"name": "a"}, {"name": "b", "lr": 0.1}
+    ]  # fmt: skip
+
+
 def test_paths_of_a_dict_start_at_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
