@@ -37,6 +37,16 @@ def bad(tmp_path: Path) -> Path:
     return file
 
 
+def test_ctrl_c_while_a_value_is_written_ends_the_command_as_anywhere(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("infinity.config.values.Capacity.__str__", interrupted)
+    assert run_command("config", "show", good).exit_code == 130
+
+
 def test_check_prints_ok(good: Path) -> None:
     result = run_command("config", "check", good)
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{good}: ok\n", "")

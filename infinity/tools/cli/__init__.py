@@ -81,6 +81,10 @@ class _LazyGroup(TyperGroup):
             named = error if isinstance(error, InfinityError) else storage_error(error)
             print_error(f"error: {named or error}")
             raise typer.Exit(2) from None
+        except ValueError as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):  # Pydantic wraps that of a writer.
+                raise error.__cause__ from None
+            raise
 
 
 def print_error(text: str) -> None:
