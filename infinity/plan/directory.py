@@ -64,13 +64,14 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """A directory's shape, its stored bytes, its files (none before they are downloaded), and the
-    drives that hold them."""
+    """A directory's shape, its stored bytes, its tokens, its files (none before they are
+    downloaded), and the drives that hold them."""
 
     path: Path
     shape: ModelShape
     stored: StoredModel
-    files: tuple[Path, ...]
+    vocab_size: int
+    files: tuple[Path, ...] = ()
 
     @property
     def num_drives(self) -> int:
@@ -95,7 +96,9 @@ def read_directory(
     table = read_config(directory)
     require_release("transformers", "infinity plan of a directory")
     hf_config = config_of_directory(directory, trusts_code=trusts_code)
-    name = f"{hf_config.get_text_config().model_type} in {model_name(directory)}"
+    text = hf_config.get_text_config()
+    vocab_size = getattr(text, "vocab_size", 0)
+    name = f"{text.model_type} in {model_name(directory)}"
     model = model_on_meta(
         hf_config, where, trusts_code=trusts_code, purpose=purpose, num_labels=num_labels
     )
@@ -103,14 +106,14 @@ def read_directory(
     if not has_weights(directory):
         stored = _not_downloaded(directory, table, shape, model)
         formats = f"{stored.formats}; by config.json, not downloaded"
-        return ModelDirectory(directory, shape, replace(stored, formats=formats), ())
+        stored = replace(stored, formats=formats)
+        return ModelDirectory(directory, shape, stored, vocab_size)
     quantization = quantization_of(table, str(directory))
     said = "not quantised" if quantization is None else method_of(quantization) or "quantised"
     source = weight_source(directory)
     stored = _stored(source.plan(model, ignore=ignore), shape, model, said)
-    return ModelDirectory(
-        directory, shape, stored, tuple(Path(file.path) for file in source.identities)
-    )
+    files = tuple(Path(file.path) for file in source.identities)
+    return ModelDirectory(directory, shape, stored, vocab_size, files)
 
 
 def _stored(plan: ImportPlan, shape: ModelShape, model: Any, format_name: str) -> StoredModel:

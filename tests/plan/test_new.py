@@ -17,6 +17,7 @@ from infinity.codecs.detect import scheme_of
 from infinity.config import SwapConfig
 from infinity.config.hub import download_remedy
 from infinity.errors import ConfigError
+from infinity.modules.reading import configuration
 from infinity.observe import Counters
 from infinity.plan.directory import read_directory
 from infinity.plan.files import shapes_remedy
@@ -467,6 +468,22 @@ def test_json_and_standard_output_have_the_same_configuration(
     assert SwapConfig.load(file) == SwapConfig.load(found["config"])
     quiet = run(directory, "--hardware", machine, "-o", tmp_path / "quiet.toml", "--quiet")
     assert quiet.exit_code == 0 and quiet.output == ""
+
+
+def test_the_plan_and_the_check_of_the_run_read_the_configuration_once_each(
+    tmp_path: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, asked = config_only(tmp_path / "qwen3", QWEN3), []
+    (tmp_path / "text.txt").write_text("some text\n" * 99)
+    plain = configuration.published_config
+
+    def counted(path: Path, **options: Any) -> Any:
+        asked.append(path)
+        return plain(path, **options)
+
+    monkeypatch.setattr(configuration, "published_config", counted)
+    run(directory, "--hardware", machine, "--data", tmp_path / "text.txt", "-o", "-")
+    assert asked == [directory, directory]
 
 
 def test_a_sweep_is_an_adapter_for_each_combination(tmp_path: Path, machine: Path) -> None:

@@ -84,14 +84,15 @@ def config_of_directory(path: Path, *, trusts_code: bool = False) -> Any:
     Raises ConfigError for a file that transformers cannot use, for an architecture that it does not
     have, and for a size that its class does not read.
     """
-    file, denoiser = path / "config.json", table_of_denoiser(path)
-    if denoiser is not None:
+    refuse_absent_model(path)
+    file = path / "config.json"
+    table = table_of_file(file)
+    if CLASS_NAME in table:
         raise ConfigError(
-            f"model.path: {path} is a {denoiser[CLASS_NAME]} of diffusers, which `infinity train` "
+            f"model.path: {path} is a {table[CLASS_NAME]} of diffusers, which `infinity train` "
             'trains with train.method = "diffusion" (`infinity new` writes a file); here a '
             "language model is expected"
         )
-    table = table_of_file(file)
     check_numbers(table, f"model.path: {file}: ")
     kind = str(table.get("model_type"))
     if (

@@ -268,7 +268,6 @@ def _wish(asked: NewOptions, max_positions: int | None, data: DataFacts | None) 
 
 
 def _facts(asked: NewOptions, directory: ModelDirectory, keys: Table) -> DataFacts | None:
-    from infinity.modules.reading.configuration import config_of_directory
     from infinity.tools.plan.data_facts import read_data, sources_of
     from infinity.tools.training.data_files import collect_files
     from infinity.tools.training.settle import tokenizer_of
@@ -289,8 +288,7 @@ def _facts(asked: NewOptions, directory: ModelDirectory, keys: Table) -> DataFac
     if choice.value == "bytes":
         note(str(choice))
     length = asked.sequence or directory.shape.max_positions
-    vocab_size = config_of_directory(asked.directory).get_text_config().vocab_size
-    return read_data(asked.data, tokenizer, length, vocab_size, keys)
+    return read_data(asked.data, tokenizer, length, directory.vocab_size, keys)
 
 
 def _decide(
