@@ -67,10 +67,11 @@ _BASES: WeakKeyDictionary[nn.Module, BaseIdentity] = WeakKeyDictionary()
 
 @contextmanager
 def without_renaming_notice() -> Iterator[None]:
-    """Drops the warning that PEFT or TRL reads what transformers has renamed: the reader of the log
-    can do nothing about it."""
+    """Drops the warnings that PEFT or TRL reads what transformers has renamed, and that a name such
+    as "lora" or "a" is in PEFT's prefix, which no tensor is found by: nobody has to do anything."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        warnings.filterwarnings("ignore", "Adapter name '.*' should not be contained in the prefix")
         yield
 
 
