@@ -156,9 +156,13 @@ def test_an_adapter_too_many_is_named_with_the_number_that_fits(
 def test_data_that_cannot_be_trained_on_are_named_with_their_adapter(
     several: dict[str, Any], tmp_path: Path
 ) -> None:
+    """And told to those whom the file names, although no run is there."""
     (tmp_path / "other.txt").write_text("short")
+    several["output"]["notify"] = f"cat > {tmp_path / 'told.json'}"
     with pytest.raises(ConfigError, match="adapter 'dora': the data has too little to train on"):
         run(several)
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["event"] == "failure" and "first step: adapter 'dora'" in told["text"]
 
 
 @pytest.mark.parametrize(

@@ -254,11 +254,11 @@ def test_the_command_of_the_file_is_told_each_event_once(tmp_path: Path) -> None
     told = tmp_path / "told"
     code = f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"
     config = settings(tmp_path, notify=f'{sys.executable} -c "{code}"')
-    notify(config, summary, reporter, "plateau", "the loss falls no more")
-    notify(config, summary, reporter, "plateau", "again")
-    notify(config, summary, reporter, "end", "done")
+    notify(config, summary, reporter.note, "plateau", "the loss falls no more")
+    notify(config, summary, reporter.note, "plateau", "again")
+    notify(config, summary, reporter.note, "end", "done")
     found = [json.loads(text) for text in told.read_text().splitlines()]
     assert [each["event"] for each in found] == ["plateau", "end"] and found[0]["steps"] == 40
     assert found[0]["text"] == "out: the loss falls no more"
-    notify(settings(tmp_path, notify="exit 3"), summary, reporter, "failure", "it ended")
+    notify(settings(tmp_path, notify="exit 3"), summary, reporter.note, "failure", "it ended")
     assert "output.notify failed" in console.file.getvalue()

@@ -298,7 +298,7 @@ class Run:
             self._notify("failure", f"failed after step {step}: {error}")
 
     def _notify(self, event: Event, text: str) -> None:
-        notify(self._config, self.summary, self._reporter, event, text)
+        notify(self._config, self.summary, self._reporter.note, event, text)
 
     def _finish(self) -> None:
         """Exports, samples and writes the summary; the summary also if another part has failed."""
@@ -521,11 +521,8 @@ def train(
         accept_changes=accept_changes,
     ) as runs:  # fmt: skip
         for run in runs:
-            try:
+            with _telling(run.fail):
                 run.set_up(is_first=run is runs[0])
-            except Exception as error:
-                run.fail(error)
-                raise
         written = "the export" if config.checkpoint is None else "a checkpoint"
         with runs[0].interrupt as interrupt:
             interrupt.notice = _STOP_NOTICE.format(written)
@@ -558,18 +555,36 @@ def opened(
         rank = stack.enter_context(job_rank(configs[0]))
         if not rank.is_first:
             console, trace = Console(quiet=True), None
+        note = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+
+        def fail(error: Exception) -> None:
+            if rank.is_first:
+                told = Summary(steps=0, num_parameters=0)
+                notify(configs[0], told, note, "failure", f"failed before its first step: {error}")
+
         for text in lines_of(settled):  # Before data is counted by a tokenizer that is not meant.
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-        resumed = [plan_resume(c, resume=resume, resume_from=resume_from) for c in configs]
-        jobs = prepare(configs, stack, resumed, rank)
-        if trace is not None:
-            trace.check(num_steps=jobs[0].num_steps)
+            note(text)
         runs: list[RunT] = []
-        for found, job in zip(configs, jobs, strict=True):
-            runs.append(run := make(found, job, console, trace if not runs else None))
-            stack.callback(run.close)
-            run.checkpoints.check(accept_changes=accept_changes)
+        with _telling(fail):
+            resumed = [plan_resume(c, resume=resume, resume_from=resume_from) for c in configs]
+            jobs = prepare(configs, stack, resumed, rank)
+            if trace is not None:
+                trace.check(num_steps=jobs[0].num_steps)
+            for found, job in zip(configs, jobs, strict=True):
+                runs.append(run := make(found, job, console, trace if not runs else None))
+                stack.callback(run.close)
+                run.checkpoints.check(accept_changes=accept_changes)
         yield runs
+
+
+@contextmanager
+def _telling(tell: Callable[[Exception], None]) -> Iterator[None]:
+    """Calls `tell` with an error of the block, which goes on."""
+    try:
+        yield
+    except Exception as error:
+        tell(error)
+        raise
 
 
 def _how_many_fit(model: Any, config: JobConfig) -> str:
