@@ -184,21 +184,17 @@ def screen(lines: Sequence[Line], file: Path, width: int, now_s: float, trouble:
     from rich.console import Group
     from rich.text import Text
 
-    from infinity.tools.training.report import bars
+    from infinity.tools.training.report import bars, least_of
 
     if not lines:
         return Group(Text(f"{trouble or 'no step is over yet'}: {file}", no_wrap=True))
     numbers, last = numbers_of(lines, now_s, file), lines[-1]
     rows = [_heading(numbers, last), trouble]
     rows += _curve("loss", [line["loss"] for line in lines], width)
-    held_out = [loss["loss"] for loss in numbers["held_out_losses"]]
-    if held_out:
-        best = min(numbers["held_out_losses"], key=lambda loss: loss["loss"])
-        marks = bars(held_out, max(width - _CURVE_MARGIN - 36, 8))
-        rows.append(
-            f"{'held-out':<{_CURVE_MARGIN}}{marks}  {held_out[-1]:.3f}, "
-            f"least {best['loss']:.3f} at step {best['step']}"
-        )
+    held_out = [(loss["step"], loss["loss"]) for loss in numbers["held_out_losses"]]
+    if said := least_of(held_out)[1]:
+        marks = bars([loss for _, loss in held_out], max(width - _CURVE_MARGIN - 36, 8))
+        rows.append(f"{'held-out':<{_CURVE_MARGIN}}{marks}  {said}")
     rows += ["", *(f"{name:<{_CURVE_MARGIN}}{text}" for name, text in _facts(numbers, last))]
     return Group(*(Text(row[:width], no_wrap=True) for row in rows))
 

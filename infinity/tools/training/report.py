@@ -345,16 +345,21 @@ def compared(summaries: Mapping[str, Summary]) -> list[str]:
     rows = []
     for name, summary in summaries.items():
         numbers = summary.to_dict()
-        held_out = [pair for pair in summary.held_out_losses if math.isfinite(pair[1])]
+        least, held_out = least_of(summary.held_out_losses)
         loss, row = numbers["loss_last_mean"], f"step {summary.resumed_at + len(summary.steps_s):,}"
         row += "" if loss is None else f"  loss {loss:.3f}"
-        if held_out:
-            step, least = min(held_out, key=itemgetter(1))
-            row += f"  held-out {held_out[-1][1]:.3f}, least {least:.3f} at step {step:,}"
-            loss = least
-        rows.append((not held_out, math.inf if loss is None else loss, name, row))
+        row += f"  held-out {held_out}" if held_out else ""
+        rows.append((not held_out, least if held_out or loss is None else loss, name, row))
     width = max(map(len, summaries))
     return [f"{name:<{width}}  {row}" for *_, name, row in sorted(rows)]
+
+
+def least_of(losses: Sequence[tuple[int, float]]) -> tuple[float, str]:
+    """Returns the least finite one of held-out losses by steps, infinity where none is, and the
+    words for it and the last one."""
+    known = [pair for pair in losses if math.isfinite(pair[1])]
+    step, least = min(known, key=itemgetter(1), default=(0, math.inf))
+    return least, f"{known[-1][1]:.3f}, least {least:.3f} at step {step:,}" if known else ""
 
 
 def bars(values: Sequence[float], width: int, num_rows: int = 1) -> str:
