@@ -296,3 +296,18 @@ def test_files_are_not_read_over_a_base_that_an_adapter_has_changed(tmp_path: Pa
     expected = loss_of(model)
     assert torch.equal(loss_of(infinity.offload(model, config)), expected)
     infinity.close(model)
+
+
+def test_an_adapter_of_lora_ga_without_its_gradients_leaves_the_base_to_the_files(
+    tmp_path: Path,
+) -> None:
+    model = base()
+    model.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(
+        target_modules=["q_proj"], init_lora_weights="lora_ga", lora_ga_config=peft.LoraGAConfig()
+    )
+    model = peft.get_peft_model(model, lora)
+    expected = loss_of(model)
+    infinity.offload(model, swap_config(tmp_path / "swap"), weights=tmp_path / "base")
+    assert torch.equal(loss_of(model), expected)
+    infinity.close(model)

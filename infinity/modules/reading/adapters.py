@@ -77,7 +77,9 @@ def refuse_other_base(model: nn.Module, *, has_files: bool) -> None:
                 "infinity.init_empty_weights leaves to offload; build the base in memory, outside "
                 "of that block. `infinity merge` makes one model of a base and a saved adapter"
             )
-        if has_files and changes_base(config):
+        # Where B is zero nothing was taken out of the base: LoRA-GA without its gradients.
+        factors = (p for key, p in model.named_parameters() if f".lora_B.{name}." in key)
+        if has_files and changes_base(config) and any(p.is_meta or p.any() for p in factors):
             raise ConfigError(
                 f"PEFT has changed the base's weights for adapter {name!r} (init_lora_weights = "
                 f"{config.init_lora_weights!r}), and `weights` has those from before; leave "
