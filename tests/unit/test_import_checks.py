@@ -217,6 +217,22 @@ def test_import_refuses_a_checkpoint_of_this_class_with_missing_names(tmp_path: 
         weight_source(tmp_path / "model").plan(LlamaForSequenceClassification(small()))
 
 
+def test_a_class_whose_ties_were_saved_under_the_names_of_another_is_told_of_that(
+    tmp_path: Path,
+) -> None:
+    """The decoder of BART has no table of its own: transformers itself would draw a new one."""
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2,
+    )  # fmt: skip
+    model = transformers.BartForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "model")
+    assert not weight_source(tmp_path / "model").plan(model).missing
+    said = "'model.decoder.embed_tokens.weight' .* is of 'BartForConditionalGeneration', which may"
+    with pytest.raises(ConfigError, match=said):
+        weight_source(tmp_path / "model").plan(transformers.BartForCausalLM(config))
+
+
 def test_a_head_of_bert_may_be_new_and_another_be_left(tmp_path: Path) -> None:
     def bert(kind: str) -> Any:
         return getattr(transformers, kind)(

@@ -136,10 +136,16 @@ def _refuse_missing(
     path: Path, model: nn.Module, missing: Sequence[str], names: Sequence[str]
 ) -> None:
     if missing and not _is_new_head(model, missing, path):
+        tie = ""
+        if others := _other_classes(model, path):
+            tie = (
+                f" It is of {listed(others)}, which may tie a tensor of this name to one of "
+                "another; build that class, and give it to infinity.offload with `weights`"
+            )
         raise ConfigError(
             f"{path} lacks {listed(missing)} of {type(model).__name__}; "
             f"it has {len(names)} tensors, e.g. {listed(names[:3])}. "
-            f"Is it a checkpoint of this architecture and these sizes?{_of_mlx(path)}"
+            f"Is it a checkpoint of this architecture and these sizes?{_of_mlx(path) or tie}"
         )
 
 
@@ -408,5 +414,10 @@ def _is_new_head(model: Any, missing: Sequence[str], directory: Path) -> bool:
     is_base = not prefix or not _has(model, prefix) or getattr(model, prefix) is model
     if any(name.startswith("pooler." if is_base else f"{prefix}.") != is_base for name in missing):
         return False
-    classes = read_config(directory).get("architectures")
-    return isinstance(classes, list) and classes != [] and type(model).__name__ not in classes
+    return bool(_other_classes(model, directory))
+
+
+def _other_classes(model: Any, path: Path) -> list[str]:
+    """Returns the classes that config.json names, if that of the model is none of them."""
+    classes = read_config(path if path.is_dir() else path.parent).get("architectures")
+    return classes if isinstance(classes, list) and type(model).__name__ not in classes else []
