@@ -46,11 +46,13 @@ def write(file: Path, lines: list[dict[str, Any]], torn: str = "") -> None:
     file.write_text("".join(json.dumps(each) + "\n" for each in lines) + torn)
 
 
-def text_of(lines: list[dict[str, Any]], age_s: float = 0.0, width: int = 80) -> str:
+def text_of(
+    lines: list[dict[str, Any]], age_s: float = 0.0, width: int = 80, life_nbytes: int = 0
+) -> str:
     """The screen `age_s` after the newest step."""
     console = Console(file=io.StringIO(), width=width)
     now_s = lines[-1]["ended_s"] + age_s
-    console.print(screen(lines, Path("metrics.jsonl"), width, now_s))
+    console.print(screen(lines, Path("metrics.jsonl"), width, now_s, "", life_nbytes))
     return console.file.getvalue()
 
 
@@ -64,6 +66,9 @@ def test_the_screen_has_what_a_person_asks_and_fits_a_terminal() -> None:
             "drives 25%", "link 12%", "update 12%", "host 1.0 GiB", "written 279.4 GiB",
             "931.3 GiB by the end", "/nvme0/xxx")  # fmt: skip
     assert [word for word in said if word not in text] == []
+    assert "--endurance SIZE" in text  # Unless it is told, the life of the drives is not known.
+    worn = text_of([line(step) for step in range(1, 301)], life_nbytes=10**14)
+    assert "0.30% of the drives' life so far, 1.00% by the end" in worn
 
 
 def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
@@ -254,11 +259,11 @@ def test_the_command_of_the_file_is_told_each_event_once(tmp_path: Path) -> None
     told = tmp_path / "told"
     code = f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"
     config = settings(tmp_path, notify=f'{sys.executable} -c "{code}"')
-    notify(config, summary, reporter.note, "plateau", "the loss falls no more")
-    notify(config, summary, reporter.note, "plateau", "again")
-    notify(config, summary, reporter.note, "end", "done")
+    notify(config, summary, reporter, "plateau", "the loss falls no more")
+    notify(config, summary, reporter, "plateau", "again")
+    notify(config, summary, reporter, "end", "done")
     found = [json.loads(text) for text in told.read_text().splitlines()]
     assert [each["event"] for each in found] == ["plateau", "end"] and found[0]["steps"] == 40
     assert found[0]["text"] == "out: the loss falls no more"
-    notify(settings(tmp_path, notify="exit 3"), summary, reporter.note, "failure", "it ended")
+    notify(settings(tmp_path, notify="exit 3"), summary, reporter, "failure", "it ended")
     assert "output.notify failed" in console.file.getvalue()

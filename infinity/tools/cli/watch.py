@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.errors import ConfigError, refusing
+from infinity.sizes import format_nbytes, parse_nbytes
 from infinity.tools.cli.options import arg, is_silent, opt, reply
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _OTHER = {"drives": ("read_wait_s", "write_wait_s"), "link": ("copy_wait_s",),
 def watch(
     run: Path = arg("OUT", "The output directory of a run or of several adapters, or metrics."),
     every: float = opt("SECONDS", "Between two looks.", default=2.0, min=0.1),
+    endurance: str = opt("SIZE", "TBW of all drives, to show what a run uses.", default="0B"),
 ) -> None:
     """Show a run: losses, time left, where the time goes, memory, drives, the last checkpoint.
 
@@ -47,6 +49,8 @@ def watch(
     from infinity.config.paths import RUN_NAMES, runs_in
 
     console, trouble = Console(), ""
+    with refusing("--endurance", ValueError):
+        life_nbytes = parse_nbytes(endurance)
     remedy = "; expected the output.directory of a run of infinity train"
     readers = _readers_of(run, {})
     # A run that has just been started makes its directory first.
@@ -61,8 +65,8 @@ def watch(
         lines = {file: reader.lines for file, reader in readers.items()}
         if not _are_of_adapters(run, readers):
             ((file, found),) = lines.items()
-            return screen(found, file, console.width, time.time(), trouble)
-        return _screen_of_several(lines, console.width, time.time(), trouble)
+            return screen(found, file, console.width, time.time(), trouble, life_nbytes)
+        return _screen_of_several(lines, console.width, time.time(), trouble, life_nbytes)
 
     numbers = {}
     for file, reader in readers.items():
@@ -178,16 +182,17 @@ def _has_ended(file: Path, last: Line, now_s: float) -> bool:
     return bool(end.get("stopped_early")) or (_is_over(last) and (is_late or bool(end)))
 
 
-def screen(lines: Sequence[Line], file: Path, width: int, now_s: float, trouble: str = "") -> Group:
+def screen(
+    lines: Sequence[Line], file: Path, width: int, now_s: float, trouble: str = "",
+    life_nbytes: int = 0,
+) -> Group:  # fmt: skip
     """Returns the screen at `now_s` (seconds since 1970): at most 24 rows of `width` columns.
-    `trouble` says why the file cannot be read."""
-    from rich.console import Group
-    from rich.text import Text
-
+    `trouble` says why the file cannot be read, `life_nbytes` what drives may write in their life.
+    """
     from infinity.tools.training.report import bars, least_of
 
     if not lines:
-        return Group(Text(f"{trouble or 'no step is over yet'}: {file}", no_wrap=True))
+        return _group([f"{trouble or 'no step is over yet'}: {file}"])
     numbers, last = numbers_of(lines, now_s, file), lines[-1]
     rows = [_heading(numbers, last), trouble]
     rows += _curve("loss", [line["loss"] for line in lines], width)
@@ -195,30 +200,32 @@ def screen(lines: Sequence[Line], file: Path, width: int, now_s: float, trouble:
     if said := least_of(held_out)[1]:
         marks = bars([loss for _, loss in held_out], max(width - _CURVE_MARGIN - 36, 8))
         rows.append(f"{'held-out':<{_CURVE_MARGIN}}{marks}  {said}")
-    rows += ["", *(f"{name:<{_CURVE_MARGIN}}{text}" for name, text in _facts(numbers, last))]
-    return Group(*(Text(row[:width], no_wrap=True) for row in rows))
+    return _group([*rows, "", *_facts(numbers, last, life_nbytes)], width)
 
 
 def _screen_of_several(
-    lines: Mapping[Path, Sequence[Line]], width: int, now_s: float, trouble: str
+    lines: Mapping[Path, Sequence[Line]], width: int, now_s: float, trouble: str, life_nbytes: int
 ) -> Group:
     """Returns a row for each adapter, and below them the run of one that goes on: all have one
     process, one base and one pace."""
-    from rich.console import Group
-    from rich.text import Text
-
     from infinity.tools.training.report import compared, summary_of
 
     begun = {file: found for file, found in lines.items() if found}
     if not begun:
-        return Group(Text(f"{trouble or 'no step is over yet'}: {len(lines)} adapters"))
+        return _group([f"{trouble or 'no step is over yet'}: {len(lines)} adapters"])
     last_of = {file: found[-1] for file, found in begun.items()}
     file = max(begun, key=lambda f: (not _is_over(last_of[f]), last_of[f].get("ended_s", 0.0)))
     last = last_of[file]
     numbers = numbers_of(begun[file], now_s, file)
     rows = [f"{len(lines)} adapters: {_heading(numbers, last)}", trouble]
     rows += compared({file.parent.name: summary_of(found) for file, found in begun.items()})
-    rows += ["", *(f"{name:<{_CURVE_MARGIN}}{text}" for name, text in _facts(numbers, last))]
+    return _group([*rows, "", *_facts(numbers, last, life_nbytes)], width)
+
+
+def _group(rows: Sequence[str], width: int | None = None) -> Group:
+    from rich.console import Group
+    from rich.text import Text
+
     return Group(*(Text(row[:width], no_wrap=True) for row in rows))
 
 
@@ -242,10 +249,7 @@ def _heading(numbers: dict[str, Any], last: Line) -> str:
     return ", ".join(parts)
 
 
-def _facts(numbers: dict[str, Any], last: Line) -> list[tuple[str, str]]:
-    """Returns the rows below the curve: name and text."""
-    from infinity.sizes import format_nbytes
-
+def _facts(numbers: dict[str, Any], last: Line, life_nbytes: int) -> list[str]:
     times, links = numbers["time"], numbers["links"]
     total_s = times["steps_s"] or 1.0
     shares = {"compute": times["compute_s"] / total_s} | {
@@ -259,15 +263,24 @@ def _facts(numbers: dict[str, Any], last: Line) -> list[tuple[str, str]]:
     read, written = links["nvme_read_nbytes"], links["nvme_write_nbytes"]
     drives = [f"read {format_nbytes(read['nbytes'])}"]
     drives.append(f"written {format_nbytes(written['nbytes'])}")
-    drives.append(f"{format_nbytes(numbers['nvme_write_nbytes_of_all_steps'])} by the end")
-    return [
+    by_the_end = numbers["nvme_write_nbytes_of_all_steps"]
+    drives.append(f"{format_nbytes(by_the_end)} by the end")
+    wear = "--endurance SIZE (TBW of all drives) shows the share of their life"
+    if life_nbytes:
+        wear = (
+            f"{written['nbytes'] / life_nbytes:.2%} of the drives' life so far, "
+            f"{by_the_end / life_nbytes:.2%} by the end"
+        )
+    rows = [
         ("learning", f"rate {last['learning_rate']:.2e}" + (f", norm {norm:.3g}" if norm else "")),
         ("time", ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)),
         ("memory", ", ".join(memory)),
         ("drives", ", ".join(drives)),
+        ("wear", wear if by_the_end else ""),
         ("checkpoint", str(numbers["checkpoint"] or "none yet")),
-        *[("sample", " ".join(text.split())) for text in (numbers.get("sample"),) if text],
+        ("sample", " ".join((numbers.get("sample") or "").split())),
     ]
+    return [f"{name:<{_CURVE_MARGIN}}{text}" for name, text in rows if text]
 
 
 def _curve(name: str, values: Sequence[float], width: int) -> list[str]:
