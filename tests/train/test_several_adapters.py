@@ -162,7 +162,7 @@ def test_data_that_cannot_be_trained_on_are_named_with_their_adapter(
     with pytest.raises(ConfigError, match="adapter 'dora': the data has too little to train on"):
         run(several)
     told = json.loads((tmp_path / "told.json").read_text())
-    assert told["event"] == "failure" and "first step: adapter 'dora'" in told["text"]
+    assert told["event"] == "failure" and "before a step: adapter 'dora'" in told["text"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
 from typing import Literal
@@ -15,7 +14,7 @@ from infinity.config.hub import published_name
 from infinity.config.schema.train import Purpose
 from infinity.integrations.card import base_in_words, card_of
 from infinity.sizes import counted
-from infinity.tools.training.report import Summary, bars, clock_of
+from infinity.tools.training.report import Reporter, Summary, bars, clock_of
 
 Event = Literal["end", "failure", "plateau"]
 
@@ -120,7 +119,7 @@ def model_card(config: JobConfig, summary: Summary, kind: str) -> str:
 
 
 def notify(
-    config: JobConfig, summary: Summary, note: Callable[[str], None], event: Event, text: str
+    config: JobConfig, summary: Summary, reporter: Reporter, event: Event, text: str
 ) -> None:
     """Runs the command of `output.notify`, once for each event, with a JSON object on its input. A
     command that fails is reported and ends nothing."""
@@ -141,4 +140,4 @@ def notify(
             check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
-        note(f"warning: output.notify failed: {error}")
+        reporter.note(f"warning: output.notify failed: {error}")

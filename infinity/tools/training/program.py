@@ -298,7 +298,7 @@ class Run:
             self._notify("failure", f"failed after step {step}: {error}")
 
     def _notify(self, event: Event, text: str) -> None:
-        notify(self._config, self.summary, self._reporter.note, event, text)
+        notify(self._config, self.summary, self._reporter, event, text)
 
     def _finish(self) -> None:
         """Exports, samples and writes the summary; the summary also if another part has failed."""
@@ -431,7 +431,6 @@ class Run:
             self._is_output_lost = True
 
     def _export(self, what: str) -> None:
-        """Writes the weights."""
         output = self._config.output.directory
         self._write_weights(output)
         self.summary.export_directory = str(output)
@@ -494,14 +493,9 @@ RunT = TypeVar("RunT", bound=Run)
 
 
 def train(
-    config: SwapConfig,
-    *,
-    console: Console | None = None,
-    trace: Tracing | None = None,
-    resume: bool = False,
-    resume_from: Path | None = None,
-    accept_changes: bool = False,
-) -> tuple[Summary, int]:
+    config: SwapConfig, *, console: Console | None = None, trace: Tracing | None = None,
+    resume: bool = False, resume_from: Path | None = None, accept_changes: bool = False,
+) -> tuple[Summary, int]:  # fmt: skip
     """Runs the main job. Returns (summary, exit code). Raises InfinityError.
 
     `trace` writes a timeline of some steps, also if the run ends early. `resume` continues from the
@@ -521,8 +515,11 @@ def train(
         accept_changes=accept_changes,
     ) as runs:  # fmt: skip
         for run in runs:
-            with _telling(run.fail):
+            try:
                 run.set_up(is_first=run is runs[0])
+            except Exception as error:
+                run.fail(error)
+                raise
         written = "the export" if config.checkpoint is None else "a checkpoint"
         with runs[0].interrupt as interrupt:
             interrupt.notice = _STOP_NOTICE.format(written)
@@ -532,15 +529,10 @@ def train(
 
 @contextmanager
 def opened(
-    configs: Sequence[JobConfig],
-    make: Callable[[JobConfig, Job, Console, Tracing | None], RunT],
-    console: Console,
-    *,
-    trace: Tracing | None = None,
-    resume: bool = False,
-    resume_from: Path | None = None,
-    accept_changes: bool = False,
-) -> Iterator[list[RunT]]:
+    configs: Sequence[JobConfig], make: Callable[[JobConfig, Job, Console, Tracing | None], RunT],
+    console: Console, *, trace: Tracing | None = None, resume: bool = False,
+    resume_from: Path | None = None, accept_changes: bool = False,
+) -> Iterator[list[RunT]]:  # fmt: skip
     """Yields runs of these configurations over one model, checked and before a tier is touched.
     `make` is called for each. Raises as `train`."""
     settled = choices(configs[0])
@@ -555,17 +547,11 @@ def opened(
         rank = stack.enter_context(job_rank(configs[0]))
         if not rank.is_first:
             console, trace = Console(quiet=True), None
-        note = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-
-        def fail(error: Exception) -> None:
-            if rank.is_first:
-                told = Summary(steps=0, num_parameters=0)
-                notify(configs[0], told, note, "failure", f"failed before its first step: {error}")
-
+        reporter = Reporter(console, steps=0, log_every=1)
         for text in lines_of(settled):  # Before data is counted by a tokenizer that is not meant.
-            note(text)
+            reporter.note(text)
         runs: list[RunT] = []
-        with _telling(fail):
+        try:
             resumed = [plan_resume(c, resume=resume, resume_from=resume_from) for c in configs]
             jobs = prepare(configs, stack, resumed, rank)
             if trace is not None:
@@ -574,17 +560,12 @@ def opened(
                 runs.append(run := make(found, job, console, trace if not runs else None))
                 stack.callback(run.close)
                 run.checkpoints.check(accept_changes=accept_changes)
+        except Exception as error:
+            if rank.is_first:
+                told, text = Summary(steps=0, num_parameters=0), f"failed before a step: {error}"
+                notify(configs[0], told, reporter, "failure", text)
+            raise
         yield runs
-
-
-@contextmanager
-def _telling(tell: Callable[[Exception], None]) -> Iterator[None]:
-    """Calls `tell` with an error of the block, which goes on."""
-    try:
-        yield
-    except Exception as error:
-        tell(error)
-        raise
 
 
 def _how_many_fit(model: Any, config: JobConfig) -> str:
