@@ -89,14 +89,9 @@ def plan_resume(
         return None
     newest = there[-1]
     if not resume:
-        if newest.parent in config.commit_directories:
-            raise ConfigError(
-                f"{newest.parent}: the swap directory has committed step {step_of(newest)} of a "
-                f"run; go on from it with --resume, {_way_round(newest)}"
-            )
         raise ConfigError(
-            f"checkpoint.directory: {newest.parent} has checkpoints up to step {step_of(newest)}; "
-            "go on from it with --resume, remove them, or name another directory"
+            f"{newest.parent} has checkpoints up to step {step_of(newest)}; go on from it with "
+            f"--resume, {_way_round(newest)}"
         )
     with naming_older(config, newest):
         return read_program(newest)
@@ -205,7 +200,6 @@ def _settings_of(loaded: Loaded | JobConfig) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Returns how settings have changed, by their keys."""
     knows_base = _BASE in before and _BASE in now
     before, now = _by_key(before, knows_base=knows_base), _by_key(now, knows_base=knows_base)
     return {

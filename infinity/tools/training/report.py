@@ -589,14 +589,10 @@ class Tracing:
 
     def check(self, *, num_steps: int) -> None:
         """Raises ConfigError for faults that would otherwise appear after hours of training."""
-        if not 1 <= self._first_step <= self._last_step:
+        if not 1 <= self._first_step <= min(self._last_step, num_steps):
             raise ConfigError(
-                f"trace steps {self._first_step}:{self._last_step}: expected 1 <= FIRST <= LAST"
-            )
-        if self._first_step > num_steps:
-            raise ConfigError(
-                f"trace steps {self._first_step}:{self._last_step} are never reached: "
-                f"train.steps is {num_steps}"
+                f"trace steps {self._first_step}:{self._last_step}: expected 1 <= FIRST <= LAST, "
+                f"and FIRST at most train.steps, {num_steps}"
             )
         if self._path.is_dir() or not os.access(self._path.absolute().parent, os.W_OK | os.X_OK):
             raise ConfigError(
