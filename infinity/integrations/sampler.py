@@ -278,13 +278,9 @@ class ServerSampler:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        directory: str | os.PathLike[str] | None = None,
-        model: str | None = None,
-        key: str | None = None,
-    ) -> None:
+        self, url: str, *, directory: str | os.PathLike[str] | None = None,
+        model: str | None = None, key: str | None = None,
+    ) -> None:  # fmt: skip
         then = "; a run that needs it goes on from its last checkpoint"
         self._server = Server(url, key=key, then=then)
         # Adapters of others may be there, or one that a run which has died left behind.

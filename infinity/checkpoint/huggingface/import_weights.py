@@ -136,16 +136,16 @@ def _refuse_missing(
     path: Path, model: nn.Module, missing: Sequence[str], names: Sequence[str]
 ) -> None:
     if missing and not _is_new_head(model, missing, path):
-        tie = ""
-        if others := _other_classes(model, path):
-            tie = (
+        said = _of_mlx(path)
+        if (others := _other_classes(model, path)) and not said:
+            said = (
                 f" It is of {listed(others)}, which may tie a tensor of this name to one of "
                 "another; build that class, and give it to infinity.offload with `weights`"
             )
         raise ConfigError(
             f"{path} lacks {listed(missing)} of {type(model).__name__}; "
             f"it has {len(names)} tensors, e.g. {listed(names[:3])}. "
-            f"Is it a checkpoint of this architecture and these sizes?{_of_mlx(path) or tie}"
+            f"Is it a checkpoint of this architecture and these sizes?{said}"
         )
 
 

@@ -73,14 +73,9 @@ class Handle(StandIn):
 
     @staticmethod
     def make(
-        owner: Any,
-        name: str,
-        like: torch.Tensor,
-        *,
-        is_gradient: bool = False,
-        is_data: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> Handle:
+        owner: Any, name: str, like: torch.Tensor, *, is_gradient: bool = False,
+        is_data: bool = False, shape: Sequence[int] | None = None,
+    ) -> Handle:  # fmt: skip
         """Returns a handle with the shape, stride, dtype, device and requires_grad of `like`. A
         given `shape` replaces that of `like` and is row-major."""
         is_param = not (is_gradient or is_data)
@@ -604,7 +599,6 @@ def backward_of_handles(tensors: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_hook(handle: Handle, hook: Any) -> Any:
-    """Registers a hook on the leaf of a handle."""
     if handle.is_gradient:
         return NotImplemented
     return _leaf_of(handle, "a hook").register_hook(hook)

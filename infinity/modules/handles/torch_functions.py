@@ -101,12 +101,9 @@ class StandIn(torch.Tensor):
         "fullgraph=True, or call the function inside `with infinity.gather(module):`"
     )
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         kwargs = kwargs or {}
         special = cls.special.get(func)
         if special is not None:

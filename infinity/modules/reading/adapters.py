@@ -167,12 +167,9 @@ def _is_of_first_values(parameter: torch.Tensor, layer: Any, adapter: str) -> bo
 
 
 def derive(
-    wanted: dict[str, tuple[nn.Module, str]],
-    rows: list[tuple[Any, str]],
-    *,
-    read: Callable[[torch.Tensor], torch.Tensor],
-    write: Callable[[str, torch.Tensor], None],
-) -> None:
+    wanted: dict[str, tuple[nn.Module, str]], rows: list[tuple[Any, str]], *,
+    read: Callable[[torch.Tensor], torch.Tensor], write: Callable[[str, torch.Tensor], None],
+) -> None:  # fmt: skip
     """Computes PEFT's first values of the parameters that derive from base weights.
 
     `wanted` names the tuner layer and the adapter of each parameter, `rows` is `rows_to_come` of

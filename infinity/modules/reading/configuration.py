@@ -240,14 +240,9 @@ def is_router(name: str) -> bool:
 
 
 def empty_model(
-    hf_config: Any,
-    dtype: torch.dtype,
-    where: str,
-    *,
-    trusts_code: bool = False,
-    kind: Any = None,
+    hf_config: Any, dtype: torch.dtype, where: str, *, trusts_code: bool = False, kind: Any = None,
     **options: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Returns the model on meta, with real buffers, from `init_empty_weights`.
 
     `where` names the configuration in errors. With `trusts_code`, code of the directory may run.

@@ -213,7 +213,6 @@ def _swept(asked: NewOptions) -> tuple[dict[str, Any], ...]:
 
 
 def _refuse_model(asked: NewOptions, directory: ModelDirectory) -> None:
-    """Raises ConfigError for what this model cannot do."""
     if asked.full and directory.stored.is_quantised:
         raise ConfigError(
             f"--full: {asked.directory} is quantised ({directory.stored.formats}), and codes "

@@ -180,14 +180,9 @@ def attach_scorer(
 
 
 def _config(
-    model: nn.Module,
-    options: AdapterConfig,
-    base: WeightSource,
-    identity: BaseIdentity,
-    heads: list[str],
-    *,
-    task: str | None = None,
-) -> Any:
+    model: nn.Module, options: AdapterConfig, base: WeightSource, identity: BaseIdentity,
+    heads: list[str], *, task: str | None = None,
+) -> Any:  # fmt: skip
     if options.resume is None:
         config = _new_config(model, options)
         config.modules_to_save = list(heads) or None
@@ -549,13 +544,9 @@ def _has_targets(model: nn.Module, config: Any, options: AdapterConfig) -> bool:
 
 
 def _load(
-    adapted: Any,
-    path: Path,
-    base: WeightSource,
-    adapter: str,
-    *,
+    adapted: Any, path: Path, base: WeightSource, adapter: str, *,
     beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Loads a saved adapter after every name and shape of its header has been compared. Returns the
     values of tensors that stand `beside` it in the file and not in the model."""
     import peft
