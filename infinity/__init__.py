@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         init_empty_weights,
         offload,
         shrink,
+        slice_mlps,
         together,
     )
     from infinity.config import SwapConfig
@@ -86,6 +87,7 @@ __all__ = [
     "offload",
     "score",
     "shrink",
+    "slice_mlps",
     "together",
 ]
 

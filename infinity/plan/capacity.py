@@ -418,15 +418,22 @@ def _said_of_block(
     config: SwapConfig, model: PlannedModel, hardware: Hardware, batch: Batch
 ) -> list[str]:
     """The least that the backward of a block holds: for a token, the inputs and outputs of its
-    products, which are as many as its weights by the width."""
+    products, which are as many as its weights by the width; of MLPs, those of one slice."""
     if hardware.device.memory is None or not batch.has_backward:
         return []
     num_tokens = batch.num_tokens
     if config.schedule.micro_batch is not None:
         num_tokens = min(num_tokens, config.schedule.micro_batch * batch.sequence_length)
-    blocks = (hooked for hooked in model.hooked_modules if hooked.attention_width)
-    params = max((hooked.frozen_params + hooked.trained_params for hooked in blocks), default=0)
-    nbytes = num_tokens * params / model.checkpoint_width * _CHECKPOINT_ITEM_NBYTES
+    at_once = min(batch.mlp_tokens or num_tokens, num_tokens)
+    products = max(
+        (
+            (hooked.frozen_params + hooked.trained_params - hooked.mlp_params) * num_tokens
+            + hooked.mlp_params * at_once
+            for hooked in model.hooked_modules if hooked.attention_width
+        ),
+        default=0,
+    )  # fmt: skip
+    nbytes = products / model.checkpoint_width * _CHECKPOINT_ITEM_NBYTES
     # Workspaces for threads of more micro-batches are smaller on other devices.
     one = replace(batch, num_tokens=num_tokens)
     free_nbytes = max(activations_nbytes(config, hardware, one), 0)
@@ -436,6 +443,7 @@ def _said_of_block(
         f"the activations of one block take {format_nbytes(nbytes)} or more for a micro-batch, and "
         f"{format_nbytes(free_nbytes)} are free on a device: this batch does not fit; make the "
         "micro-batch, its sequences or tiers.device.capacity smaller"
+        + (", or set train.mlp_tokens" if batch.mlp_tokens is None else "")
     ]
 
 

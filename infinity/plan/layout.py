@@ -143,6 +143,7 @@ class ModuleWork:
     `within`: the module around it, as the block around a tile. `is_experts`: a tile of experts.
     `multiplies` is false for a table, and for a norm. `has_backward` is false where no gradient
     passes. `frozen_params` and `trained_params` multiply one token; `PlannedModel` counts them.
+    `mlp_params` are those of MLPs that are no routed experts.
     """
 
     units: tuple[int, ...]
@@ -153,6 +154,7 @@ class ModuleWork:
     has_backward: bool = True
     frozen_params: int = 0
     trained_params: int = 0
+    mlp_params: int = 0
 
     def forward_flops(self, num_tokens: int, sequence_length: int) -> float:
         """Returns the FLOPs of `num_tokens` in sequences of this length. Causal attention covers
@@ -160,19 +162,24 @@ class ModuleWork:
         attended = self.attention_width * sequence_length / 2
         return 2.0 * num_tokens * (self.frozen_params + self.trained_params + attended)
 
-    def gradient_ratio(self, sequence_length: int) -> float:
+    def gradient_ratio(self, sequence_length: int, *, slices_mlps: bool = False) -> float:
         """Returns the FLOPs of gradients over those of the forward: 2 where all weights are
-        trained, 1 for frozen weights, whose own gradients are not needed."""
+        trained, 1 for frozen weights, whose own gradients are not needed. The forward of MLPs in
+        slices is among them."""
         changed = self.trained_params + self.attention_width * sequence_length / 2
         both = self.frozen_params + changed
-        return (self.frozen_params + 2 * changed) / both if both else 1.0
+        repeated = slices_mlps * self.mlp_params
+        return (both + changed + repeated) / both if both else 1.0
 
     def counted(self, groups: Sequence[UnitTensors]) -> ModuleWork:
         """Returns the work with the parameters of its units counted."""
         params = {True: 0, False: 0}
         for tensor in (t for unit in self.units for t in groups[unit].tensors):
             params[tensor.facts.is_trainable] += tensor.multiplied * self.multiplies
-        return replace(self, frozen_params=params[False], trained_params=params[True])
+        mlp_params = min(self.mlp_params, sum(params.values()))  # Less what runs as tiles.
+        return replace(
+            self, frozen_params=params[False], trained_params=params[True], mlp_params=mlp_params
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,10 +137,10 @@ def model_of_shape(
         refuse_unknown_targets(shape, adapter)
         stored = stored or stored_of_shape(shape)
 
-    def add(*units: UnitTensors, attention_width: int = 0, **said: bool) -> None:
+    def add(*units: UnitTensors, **said: Any) -> None:
         numbers = range(len(groups), len(groups) + len(units))
         groups.extend(units)
-        works.append(ModuleWork(tuple(numbers), attention_width, **said))
+        works.append(ModuleWork(tuple(numbers), **said))
 
     def outside(name: str, place: Place, weights: tuple[Weight, ...]) -> UnitTensors:
         # Of several tables, the first may be the head, too.
@@ -167,7 +167,7 @@ def model_of_shape(
         sizes = [adapter_size(block, adapter, layer) for adapter in adapters] or [(0, 0)]
         trained, active = map(sum, zip(*sizes, strict=True))
         units = _units_of_block(shape, layer, dtype, (trained, active // len(sizes)), stored)
-        add(*units, attention_width=block.attention_width)
+        add(*units, attention_width=block.attention_width, mlp_params=block.mlp_params)
         trained_params += trained
     add(outside("final norm", "norm", shape.norm), multiplies=False)
     if shape.scores and adapters:  # PEFT trains a copy of the head.

@@ -212,7 +212,9 @@ def _job(config: SwapConfig, found: Fitted, batch: Batch, waiting: int, num_node
             hooked.forward_flops(batch.num_tokens, batch.sequence_length),
             saved_nbytes if hooked.attention_width else 0,
             block,
-            gradient_ratio=hooked.gradient_ratio(batch.sequence_length),
+            gradient_ratio=hooked.gradient_ratio(
+                batch.sequence_length, slices_mlps=batch.slices_mlps(batch.num_tokens)
+            ),
             has_backward=hooked.has_backward,
             is_experts=hooked.is_experts,
             decoded_nbytes=sum(model.decoded_nbytes(model.units[unit]) for unit in hooked.units),

@@ -33,6 +33,7 @@ from infinity.modules.reading.configuration import (
     text_model_of,
     towers,
 )
+from infinity.modules.tiling.mlp_slices import mlps_of
 from infinity.plan.tables import Table
 
 # Where weights are used: the number of a block, or a place outside blocks. Passes over text read no
@@ -88,12 +89,13 @@ class Weight:
 class BlockShape:
     """The parameters of a block. `attention_width`: the products per token and position, of scores
     and of mixing the values (1 without attention). Each token passes `experts_per_token` of the
-    `num_experts` routed experts."""
+    `num_experts` routed experts. `mlp_params`: those of MLPs that `slice_mlps` finds."""
 
     weights: tuple[Weight, ...]
     attention_width: int
     num_experts: int = 0
     experts_per_token: int = 0
+    mlp_params: int = 0
 
     def numel(self, *, of_experts: bool) -> int:
         """Returns the elements of routed experts, or of all other parameters."""
@@ -161,7 +163,7 @@ def gpt_shape(name: str, layers: int, hidden: int, vocab: int = 50304) -> ModelS
         part: Part = "attention" if module.startswith("attn") else "dense"
         weights.append(Weight(f"{module}.weight", size, part, is_linear=True))
         weights.append(Weight(f"{module}.bias", size[:1], part))
-    block = BlockShape(tuple(weights), 2 * hidden)
+    block = BlockShape(tuple(weights), 2 * hidden, mlp_params=8 * hidden**2)
     table, norm = Weight("weight", (vocab, hidden)), Weight("weight", (hidden,))
     return ModelShape(name, hidden, (block,) * layers, (table,), (norm,), ())
 
@@ -286,7 +288,9 @@ def _block_of(layer: nn.Module, config: Any, seen: set[int], where: str) -> Bloc
     top_k = _experts_per_token(layer, config, where) if num_experts else 0
     has_attention = any(_is_attention(name) for name in found)
     width = _attention_width(config) if has_attention else 1
-    return BlockShape(tuple(found.values()), width, num_experts, min(top_k, num_experts))
+    mlp_params = sum(p.numel() for mlp in mlps_of(layer).values() for p in mlp.parameters())
+    top_k = min(top_k, num_experts)
+    return BlockShape(tuple(found.values()), width, num_experts, top_k, mlp_params)
 
 
 _ONE_EXPERT = re.compile(r"\.\w*experts\.(\d+)\.")

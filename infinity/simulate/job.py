@@ -30,6 +30,11 @@ class Batch:
     num_micro_batches: int = 1
     recomputes: bool = True  # Whether the backward recomputes activations.
     has_backward: bool = True  # Else a step is one sweep over the weights, as `score` makes it.
+    mlp_tokens: int | None = None  # That an MLP computes at a time.
+
+    def slices_mlps(self, num_tokens: int) -> bool:
+        """Whether an MLP computes so many tokens in slices, whose forward the backward repeats."""
+        return self.mlp_tokens is not None and self.mlp_tokens < num_tokens
 
     @property
     def tokens_per_step(self) -> int:
@@ -83,6 +88,7 @@ def batch_of(config: SwapConfig, num_texts: int | None = None) -> Batch:
         # In layer-major order a batch passes once, for any number of micro-batches, and is
         # recomputed.
         recomputes=train.activation_checkpointing or config.schedule.micro_batch is not None,
+        mlp_tokens=train.mlp_tokens,
     )
 
 

@@ -109,6 +109,24 @@ def test_a_batch_that_does_not_fit_is_no_advice() -> None:
     assert "layer inputs take" not in plan(*layers, "placement.activations=nvme")
 
 
+def test_a_long_sequence_fits_a_device_with_its_mlps_in_slices(tmp_path: Path) -> None:
+    """Llama 3 8B has 218 M parameters in a block, 176 M of them in the MLP, whose forward is one of
+    four passes more."""
+    file = tmp_path / "long.toml"
+    file.write_text(
+        "tiers.host.capacity = '100GB'\nschedule.micro_batch = 1\nplacement.activations = 'host'\n[adapter]\n[data]\n"
+        f"paths = ['{__file__}']\nsequence_length = 131072\n[train]\nsteps = 1\nbatch_size = 1\n"
+    )
+    where = (str(file), "--model", "llama-3-8b", "--hardware", "rtx4090-1nvme", *ONE_WAY)
+    plain = plan_in_numbers(*where)
+    sliced = plan_in_numbers(*where, "--set", "train.mlp_tokens=8192")
+    assert plain["batch"]["tokens_per_step"] == 131_072
+    assert "or set train.mlp_tokens" in plain["answer"]["text"]
+    assert [plain["answer"]["fits"], sliced["answer"]["fits"]] == [False, True]
+    more_s = 2 * 32 * 176.2e6 * 131_072 / 150e12
+    assert sliced["step_s"] - plain["step_s"] == pytest.approx(more_s, rel=0.05)
+
+
 def test_a_sweep_of_scores_reads_the_base_once_and_has_no_backward() -> None:
     """Of K2 on one H200 with four drives: 31.7 B parameters multiply each of 131,072 tokens, which
     takes 400 TFLOPS longer than drives of 28 GB/s read 594 GB. So computing is what 6,000 tokens/s

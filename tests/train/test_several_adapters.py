@@ -201,7 +201,7 @@ def test_a_plan_counts_the_parameters_and_batches_of_all(
     train = config.train
     assert train is not None and train.gradient_accumulation_steps * train.batch_size == 4
     assert batch_of(config).num_tokens == 3 * 4 * batch_of(config).sequence_length
-    asked = batch_for(config, None, None, 2 * train.gradient_accumulation_steps, by_name=False)
+    asked = batch_for(config, None, None, 2 * train.gradient_accumulation_steps)
     assert asked.num_tokens * asked.num_micro_batches == 2 * 3 * 4 * asked.sequence_length
     planned, _ = planned_model(config, read_directory(tmp_path / "base"), None, None, None)
     trained = 0

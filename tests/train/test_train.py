@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import infinity
 from infinity.config import SwapConfig
 from infinity.engine.engine import Engine
 from infinity.errors import (
@@ -67,8 +68,12 @@ def exported(table: dict[str, Any]) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_a_run_is_bit_identical_to_trl_in_memory(tmp_path, table, activation_checkpointing):
+@pytest.mark.parametrize(
+    ("activation_checkpointing", "mlp_tokens"), [(False, None), (True, None), (True, 5)]
+)
+def test_a_run_is_bit_identical_to_trl_in_memory(
+    tmp_path, table, activation_checkpointing, mlp_tokens
+):
     """Losses of every step, gradient norms, learning rates and exported weights, in fp32.
 
     Method: the same checkpoint and text through TRL's SFTTrainer, with
@@ -80,6 +85,9 @@ def test_a_run_is_bit_identical_to_trl_in_memory(tmp_path, table, activation_che
         "steps": 6, "gradient_accumulation_steps": 2, "schedule": "cosine", "warmup_steps": 2,
         "activation_checkpointing": activation_checkpointing,
     }  # fmt: skip
+    if mlp_tokens is not None:
+        table["train"]["mlp_tokens"] = mlp_tokens
+        infinity.slice_mlps(model, mlp_tokens)
     table["optimizer"] |= {"max_grad_norm": 0.5, "weight_decay": 0.1}
     run(table)
     # GPT2LMHeadModel does not name its loss; then Trainer counts tokens that are not predicted.

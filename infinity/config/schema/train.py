@@ -247,6 +247,10 @@ class Train(Section):
     """Images and noise of "diffusion"."""
     activation_checkpointing: Annotated[Flag, MAY_CHANGE] = False
     """Recompute activations in the backward."""
+    mlp_tokens: Annotated[int, integer(1), MAY_CHANGE] | None = None
+    """For long sequences: an MLP computes so many tokens at a time. Its backward holds the values
+    of these alone, and repeats its forward. Results agree to rounding. Routed experts stay as they
+    are."""
     nonfinite: Annotated[Nonfinite, choice(Nonfinite), MAY_CHANGE] = "error"
     """What to do about a step whose loss or norm is not finite: "error" ends the run with the
     weights of the step before; "skip" leaves the weights as they are and continues. More than 16

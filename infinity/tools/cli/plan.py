@@ -242,9 +242,7 @@ def _predict(asked: PlanOptions) -> None:
         batch = sweep_for(config, asked.hardware, asked.tokens, asked.sequence)
         config = changed(config, {"adapter": None, "adapters": (), "schedule.micro_batch": 1})
     else:
-        batch = batch_for(
-            config, asked.tokens, asked.sequence, asked.accumulation, by_name=asked.by_name
-        )
+        batch = batch_for(config, asked.tokens, asked.sequence, asked.accumulation)
     machine = machine_for(asked.hardware, config, model, batch, directory)
     count = asked.data_tokens or asked.examples
     data = None if count is None else parse_count(count, "--data-tokens")

@@ -23,6 +23,7 @@ from infinity.api import forward_backward, offload
 from infinity.config import SwapConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import CapacityError, ConfigError
+from infinity.modules.tiling.mlp_slices import slice_mlps
 from infinity.observe.step_summary import summarize
 from infinity.observe.timeline import laid_out
 from infinity.observe.tracer import Span, Track
@@ -72,8 +73,9 @@ def rehearse(
 
     def flops_of(count: int, length: int) -> float:
         """As the simulated step counts them."""
+        is_sliced = batch.slices_mlps((micro_batch or count) * length)
         return sum(
-            (1 + batch.recomputes + block.gradient_ratio(length))
+            (1 + batch.recomputes + block.gradient_ratio(length, slices_mlps=is_sliced))
             * block.forward_flops(count * length, length)
             for block in blocks
         )
@@ -85,6 +87,8 @@ def rehearse(
         return None
     if batch.recomputes and micro_batch is None:
         checkpoint_activations(own)
+    if batch.mlp_tokens is not None:
+        slice_mlps(own, batch.mlp_tokens)
     with ExitStack() as stack:
         table = config.to_dict()
         table = {key: table[key] for key in ("tiers", "placement", "precision", "io", "schedule")}

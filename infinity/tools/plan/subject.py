@@ -158,17 +158,12 @@ def has_reference(config: SwapConfig) -> bool:
 
 
 def batch_for(
-    config: SwapConfig,
-    tokens: int | None,
-    sequence: int | None,
-    accumulation: int | None,
-    *,
-    by_name: bool,
+    config: SwapConfig, tokens: int | None, sequence: int | None, accumulation: int | None
 ) -> Batch:
-    """Returns the batch of the file if it trains the file's model; options take precedence."""
+    """Returns the batch of the file, if it has one; options take precedence."""
     if accumulation and config.train is not None:
         config = changed(config, {"train.gradient_accumulation_steps": accumulation})
-    own = UNKNOWN_BATCH if by_name else planned_batch(config)
+    own = planned_batch(config)
     if own == UNKNOWN_BATCH:
         sequence = sequence or _SEQUENCE_LENGTH
         num_tokens = tokens or _SEQUENCES * sequence

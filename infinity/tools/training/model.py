@@ -35,6 +35,7 @@ from infinity.modules.reading.configuration import (
     table_of_file,
     towers,
 )
+from infinity.modules.tiling.mlp_slices import slice_mlps
 from infinity.tools.training.adapter import (
     attach_adapter,
     refuse_tokens_of_head,
@@ -174,6 +175,8 @@ def build_model(plan: ModelPlan, config: SwapConfig, others: Sequence[SwapConfig
                 "adapter, which would have the experts that are trained in full; expected "
                 '"sft" or "distill", or no adapter.experts_full'
             )
+    if config.train.mlp_tokens is not None:
+        slice_mlps(model, config.train.mlp_tokens)
     return model
 
 
@@ -191,6 +194,8 @@ def refuse_untrainable(path: Path, config: SwapConfig, *, has_images: bool = Fal
         model = model_for_text(hf_config, where, trusts_code=trusts_code, kind=kind)
     if config.train is not None and config.train.activation_checkpointing:
         checkpoint_activations(model)
+    if config.train is not None and config.train.mlp_tokens is not None:
+        slice_mlps(model, config.train.mlp_tokens)
     take_generation_config(model, path)
     new = [options for options in config.every_adapter if options.resume is None]
     for options in new:
