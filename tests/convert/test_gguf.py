@@ -168,6 +168,13 @@ def decoded(directory: Path) -> dict[str, torch.Tensor]:
         found[name] = torch.empty(encoded.shape)
         encoded.codec.decode(parts, encoded.shape, found[name])
     source.close()
+    first = ".0.up_proj.weight"
+    for layer in [name.removesuffix(first) for name in found if name.endswith(first)]:
+        gate, up, down = (
+            torch.stack([found.pop(f"{layer}.{expert}.{part}_proj.weight") for expert in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        found |= {f"{layer}.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.down_proj": down}
     return found
 
 
@@ -187,6 +194,8 @@ def put_config_beside(directory: Path, architecture: str) -> None:
 
 def mixed(name: str) -> str:
     """As llama.cpp's mixtures: other types for what matters more."""
+    if "ffn_up_exps" in name:
+        return "Q5_K"
     return "Q6_K" if "ffn_down" in name or "attn_v" in name else "Q4_K"
 
 

@@ -16,7 +16,6 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ import numpy as np
 import torch
 
 from infinity.bounded import MalformedError, read_json, table_of
-from infinity.checkpoint.huggingface.safetensors_file import TensorInfo
+from infinity.checkpoint.huggingface.names import export_groups, planned_targets
 from infinity.checkpoint.huggingface.weight_tensors import SINGLE_NAME
 from infinity.codecs.affine import ggml
 from infinity.codecs.records import RECORDS
 from infinity.codecs.rounding import FLOAT_DTYPES
 from infinity.errors import ConfigError, corrupt, listed, refusing
-from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor
+from infinity.tools.convert.rewrite import DirectoryPlan, PlannedTensor, as_numbers
 
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
 # Types without a codec, which gguf's own reader decodes. They become bfloat16.
@@ -45,7 +44,6 @@ _BESIDE = (
 # What decides values, and for most architectures transformers reads from config.json only.
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _UNREAD = ("rope.scaling.type", "rope.scaling.factor", "attention.sliding_window")
-_MERGED_LAST = "up"  # The second half of `gate_up_proj`, as transformers merges them.
 
 
 def gguf_package() -> Any:
@@ -140,18 +138,29 @@ def _plan(source: GgufSource, scratch: Path, say: Callable[[str], None]) -> Dire
     file_of = {name: index for index, file in enumerate(source.tensors) for name in file}
     wide = list[str]()
     for target, tensors in parts.items():
-        tensors.sort(key=lambda tensor: f"ffn_{_MERGED_LAST}_" in tensor.name)
+        tensors.sort(key=lambda tensor: "ffn_up_" in tensor.name)  # Behind ffn_gate_.
         shape, count = tuple(expected[target].shape), len(source.files)
-        shard = SINGLE_NAME
-        if count > 1:
-            shard = f"model-{file_of[tensors[0].name] + 1:05}-of-{count:05}.safetensors"
         if (numel := sum(int(tensor.n_elements) for tensor in tensors)) != math.prod(shape):
             raise ConfigError(
                 f"{tensors[0].name!r} has {numel:,} elements, and {target} of the described model "
                 f"{math.prod(shape):,} {shape}: {_remedy(source)}"
             )
-        plan.add(shard, target, _planned(target, shape, tensors, processor))
-        wide += [target] * (tensors[0].tensor_type.name in _DECODED)
+        places = {target: shape}
+        if tensors[0].data.ndim > 2:
+            places = _published(model, target, expected[target])
+        rows = [
+            (tensor, data)
+            for tensor in tensors
+            for data in (tensor.data if len(places) > 1 else [tensor.data])
+        ]
+        if len(rows) != len(places):
+            raise ConfigError(f"{source.path}: the experts of {target} are not laid out as in GGUF")
+        for (name, size), (tensor, data) in zip(places.items(), rows, strict=True):
+            shard = SINGLE_NAME
+            if count > 1:
+                shard = f"model-{file_of[tensor.name] + 1:05}-of-{count:05}.safetensors"
+            plan.add(shard, name, _planned(name, size, tensor, data, processor))
+        wide += [target] * any(tensor.tensor_type.name in _DECODED for tensor in tensors)
     if wide:
         say(f"{listed(wide)} become bfloat16: there is no codec for {', '.join(_DECODED)}")
     return plan
@@ -257,78 +266,55 @@ def _targets(
     return {name: target for name, target in found.items() if target is not None}
 
 
+def _published(model: Any, target: str, stacked: torch.Tensor) -> dict[str, tuple[int, ...]]:
+    """Returns the names and shapes under which experts are published, all first parts before all
+    second ones."""
+    (group,) = export_groups(model, [target])
+    made = planned_targets(group, {target: (tuple(stacked.shape), stacked.dtype)}, model)
+    return {name: shape for name, (shape, _) in made.items()}
+
+
 def _planned(
-    target: str, shape: tuple[int, ...], tensors: list[Any], processor: Any
+    name: str, shape: tuple[int, ...], tensor: Any, data: np.ndarray[Any, Any], processor: Any
 ) -> PlannedTensor:
-    kinds = {tensor.tensor_type.name for tensor in tensors}
-    kind = tensors[0].tensor_type.name
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"{target}: its halves are {' and '.join(sorted(kinds))}, and one tensor has one type; "
-            "use a file with the same type for both"
+    """Plans `data`, a tensor or one of its experts."""
+    kind = tensor.tensor_type.name
+    if kind in FLOAT_DTYPES or kind in _DECODED:
+        dtype = FLOAT_DTYPES.get(kind, torch.bfloat16)
+        return as_numbers(
+            name, shape, dtype, lambda: _numbers(tensor, data, processor).to(dtype).view(shape)
         )
-    if kind in FLOAT_DTYPES:
-        info = TensorInfo(name=target, dtype=FLOAT_DTYPES[kind], shape=shape)
-        return PlannedTensor((info,), lambda: {target: _numbers(tensors, processor, info)})
-    if kind in _DECODED:
-        info = TensorInfo(name=target, dtype=torch.bfloat16, shape=shape)
-        made = partial(_numbers, tensors, processor, info)
-        if tensors[0].data.ndim > 2:
-            made = partial(_experts, tensors, info)
-        return PlannedTensor((info,), lambda: {target: made()})
     if kind not in RECORDS:
         raise ConfigError(
-            f"{tensors[0].name!r} is {kind}, for which there is no codec; codecs exist for "
+            f"{tensor.name!r} is {kind}, for which there is no codec; codecs exist for "
             f"{', '.join(RECORDS)}, and {', '.join(_DECODED)} become numbers. Use a file in these"
         )
-    orders = [_order_of_rows(tensor, processor) for tensor in tensors]
+    order = _order_of_rows(tensor, data, processor)
     (part,) = ggml(kind).parts(shape)
-    info = TensorInfo(name=f"{target}{part.suffix}", dtype=torch.uint8, shape=part.shape)
 
-    def make() -> Mapping[str, torch.Tensor]:
-        moved = [
-            tensor.data if order is None else tensor.data[order]
-            for tensor, order in zip(tensors, orders, strict=True)
-        ]
-        merged = moved[0] if len(moved) == 1 else np.concatenate(moved, axis=-2)
-        return {info.name: torch.from_numpy(np.array(merged)).view(info.shape)}
+    def make() -> torch.Tensor:
+        moved = data if order is None else data[order]
+        return torch.from_numpy(np.array(moved)).view(part.shape)
 
-    return PlannedTensor((info,), make)
+    return as_numbers(f"{name}{part.suffix}", part.shape, torch.uint8, make)
 
 
-def _numbers(tensors: list[Any], processor: Any, info: TensorInfo) -> torch.Tensor:
-    """Returns numbers as transformers has them, in the dtype of `info`."""
+def _numbers(tensor: Any, data: np.ndarray[Any, Any], processor: Any) -> torch.Tensor:
+    """Returns numbers as transformers has them."""
     from gguf import dequantize
 
-    made = []
-    for tensor in tensors:
-        numbers = dequantize(tensor.data, tensor.tensor_type)
-        made.append(numbers if len(tensors) > 1 else _turned(processor, numbers, tensor.name))
-    merged = made[0] if len(made) == 1 else np.concatenate(made, axis=-2)
-    return torch.from_numpy(np.array(merged, order="C")).to(info.dtype).view(info.shape)
+    numbers = _turned(processor, dequantize(data, tensor.tensor_type), tensor.name)
+    return torch.from_numpy(np.array(numbers, order="C"))
 
 
-def _experts(tensors: list[Any], info: TensorInfo) -> torch.Tensor:
-    """Returns the numbers of experts, which are decoded one at a time."""
-    from gguf import dequantize
-
-    made, first = torch.empty(info.shape, dtype=info.dtype), 0
-    for tensor in tensors:
-        last = first + tensor.data.shape[-2]
-        for number, blocks in enumerate(tensor.data):
-            made[number, first:last] = torch.from_numpy(dequantize(blocks, tensor.tensor_type))
-        first = last
-    return made
-
-
-def _order_of_rows(tensor: Any, processor: Any) -> np.ndarray[Any, Any] | None:
+def _order_of_rows(
+    tensor: Any, data: np.ndarray[Any, Any], processor: Any
+) -> np.ndarray[Any, Any] | None:
     """Returns the order in which the model has the rows of a tensor; None for that of the file.
 
     Raises ConfigError if more than rows would have to move.
     """
-    if tensor.data.ndim > 2:
-        return None  # Experts, which are merged and not turned.
-    rows = tensor.data.shape[0]
+    rows = data.shape[0]
     marked = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
     turned = _turned(processor, marked.copy(), tensor.name)
     if turned is None or turned.shape != marked.shape:
