@@ -64,17 +64,10 @@ _ARCHITECTURES = {
 
 
 def write_passport(
-    adapter: Path,
-    base: Path,
-    out: Path,
-    server: Server,
-    *,
-    any_base: bool = False,
-    prompts: Path | None = None,
-    locate: Locate | None = "layers",
-    config: Path | None = None,
+    adapter: Path, base: Path, out: Path, server: Server, *, any_base: bool = False,
+    prompts: Path | None = None, locate: Locate | None = "layers", config: Path | None = None,
     progress: Callable[..., None] = lambda **_: None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Writes `out`, whole or not at all, and returns what it is in words and numbers.
 
     locate: what the sheet tells apart; None leaves the sheet out

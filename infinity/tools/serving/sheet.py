@@ -114,16 +114,10 @@ def _log_probs(model: Any, rows: Sequence[tuple[Sequence[int], bool]]) -> LogPro
 
 
 def make_sheet(
-    adapter: Path,
-    source: WeightSource,
-    adapted: Any,
-    prompts: list[list[int]],
-    *,
-    data: dict[str, str],
-    config: Any = None,
-    locate: Locate = "layers",
+    adapter: Path, source: WeightSource, adapted: Any, prompts: list[list[int]], *,
+    data: dict[str, str], config: Any = None, locate: Locate = "layers",
     progress: Callable[..., None] = lambda **_: None,
-) -> Sheet:
+) -> Sheet:  # fmt: skip
     """Computes the sheet of a saved adapter over its offloaded base.
 
     source, adapted: as `read_changes` gives them; the model is offloaded here, and closed

@@ -168,15 +168,9 @@ def open_processor(tokenizer: Tokenizer) -> Any:
 
 
 def learned_images(
-    dataset: Any,
-    kind: str,
-    processor: Any,
-    place: str,
-    *,
-    assistant_only: bool,
-    length: int | None,
-    batch_size: int = 1,
-) -> Any:
+    dataset: Any, kind: str, processor: Any, place: str, *, assistant_only: bool,
+    length: int | None, batch_size: int = 1,
+) -> Any:  # fmt: skip
     """Returns the records as TRL's collator takes them, with the facts of their tokens
     (`num_tokens`, `largest_id`, `sha256`), of images (`images_sha256`) and of memory (`nbytes` in a
     batch, `reading_nbytes`); those of which nothing is learned are left out.
@@ -279,15 +273,9 @@ def _as_completions(dataset: Any, place: str) -> Any:
 
 
 def _read(
-    row: dict[str, Any],
-    at: str,
-    renew: Callable[[int], None],
-    *,
-    template: Template,
-    collate: Any,
-    length: int | None,
-    stamps: Any,
-) -> list[dict[str, Any]]:
+    row: dict[str, Any], at: str, renew: Callable[[int], None], *, template: Template, collate: Any,
+    length: int | None, stamps: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Reads a record as the run will, in a child process, and returns the facts of its tokens.
 
     stamps: those of the files of images, which tell results in the cache apart

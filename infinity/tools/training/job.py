@@ -139,18 +139,10 @@ def prepare(
 
 
 def _prepare(
-    config: JobConfig,
-    stack: ExitStack,
-    resume: Loaded | None,
-    rank: JobRank,
-    model: Any,
-    plan: ModelPlan,
-    tokenizer: Tokenizer | None,
-    prompt_ids: list[int],
-    *,
-    sampler: ServerSampler | None,
-    started_s: float,
-) -> Job:
+    config: JobConfig, stack: ExitStack, resume: Loaded | None, rank: JobRank, model: Any,
+    plan: ModelPlan, tokenizer: Tokenizer | None, prompt_ids: list[int], *,
+    sampler: ServerSampler | None, started_s: float,
+) -> Job:  # fmt: skip
     output = None
     if rank.is_first:
         output = OutputDirectory(config, resumed=resume.path if resume is not None else None)

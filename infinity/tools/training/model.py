@@ -243,14 +243,9 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def generate(
-    model: Any,
-    prompt_ids: list[int],
-    *,
-    num_tokens: int,
-    temperature: float,
-    should_stop: Callable[[], bool] = lambda: False,
-    **options: Any,
-) -> list[int]:
+    model: Any, prompt_ids: list[int], *, num_tokens: int, temperature: float,
+    should_stop: Callable[[], bool] = lambda: False, **options: Any,
+) -> list[int]:  # fmt: skip
     """Returns the prompt and its continuation by transformers' own `generate`, in eval mode.
 
     options: further ones of `generate`; those of sampling count with a `temperature` above 0

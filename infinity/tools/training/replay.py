@@ -46,14 +46,9 @@ Found = dict[str, Any]  # Of `replay`.
 
 
 def replay(
-    directory: Path,
-    step: int | None = None,
-    *,
-    overrides: Sequence[str] = (),
-    places: SwapConfig | None = None,
-    begin: str | None = None,
-    console: Console,
-) -> Found:
+    directory: Path, step: int | None = None, *, overrides: Sequence[str] = (),
+    places: SwapConfig | None = None, begin: str | None = None, console: Console,
+) -> Found:  # fmt: skip
     """Computes steps of the run in `directory` up to `step`, by default its last, again.
 
     Returns for JSON the `differences` from what the run has noted, causes first: `step` (None for
@@ -194,14 +189,9 @@ def _receipts_of(directory: Path, after: int, last: int) -> list[dict[str, Any]]
 
 
 def _compute(
-    config: JobConfig,
-    make: Any,
-    loaded: Loaded | None,
-    directory: Path,
-    console: Console,
-    *,
+    config: JobConfig, make: Any, loaded: Loaded | None, directory: Path, console: Console, *,
     has_accepted: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Makes the steps, by `make`, and compares them."""
     start, places = None if loaded is None else loaded.path, [t.path for t in config.tiers.nvme]
     made = [path.parent for path in places if not path.parent.is_dir()]

@@ -105,14 +105,9 @@ def require_trackers(names: tuple[str, ...]) -> None:
 
 
 def make_trainer(
-    config: JobConfig,
-    model: Any,
-    data: JobData,
-    tokenizer: Tokenizer | None,
-    rank: JobRank,
-    *,
+    config: JobConfig, model: Any, data: JobData, tokenizer: Tokenizer | None, rank: JobRank, *,
     reference: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Returns TRL's trainer over a model on meta, with the data prepared. It trains when the model
     is offloaded and `prepare_trainer` has taken it. `reference` is that of `build_reference`.
 
