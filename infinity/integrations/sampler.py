@@ -31,7 +31,7 @@ from infinity import bounded
 from infinity.bounded import MalformedError, field, integer, list_of, table_of
 from infinity.errors import ConfigError, UnsupportedError, listed, refusing, reporting
 from infinity.integrations.server_layouts import LOADERS, over_its_base, plan_layout
-from infinity.modules.reading.adapters import changes_base
+from infinity.modules.reading.adapters import has_changed_base
 
 _TIMEOUT_S, _GREETING_S = 600, 30
 _TOP = 100  # Tokens that a server without the log-probabilities of prompts gives at each position.
@@ -305,11 +305,12 @@ class ServerSampler:
                 "sampler: only an adapter is handed over to a server, and this model has none; "
                 "give `peft_config` to infinity.from_pretrained, or leave `sampler` out"
             )
-        if changes_base(config := trainer.model.peft_config[trainer.model.active_adapter]):
+        if has_changed_base(trainer.model, name := trainer.model.active_adapter):
+            start = trainer.model.peft_config[name].init_lora_weights
             raise UnsupportedError(
                 "sampler: PEFT has changed the base's weights for the adapter (init_lora_weights = "
-                f"{config.init_lora_weights!r}), and the server has those from before; begin with "
-                "other values, or leave `sampler` out"
+                f"{start!r}), and the server has those from before; begin with other values, or "
+                "leave `sampler` out"
             )
 
     def attach(self, trainer: Any) -> None:

@@ -244,6 +244,8 @@ def test_a_sampler_that_cannot_be_is_refused_before_the_model_is_offloaded(tmp_p
         with pytest.raises(ConfigError, match="tiers.no: unknown key"):
             prepare_trainer(trainer, {"tiers": {"no": 1}}, sampler=url)
         model.peft_config["default"].init_lora_weights = "pissa_niter_2"
+        with torch.no_grad():
+            next(p for name, p in model.named_parameters() if ".lora_B." in name).fill_(1.0)
         with pytest.raises(UnsupportedError, match=r"PEFT has changed the base.*'pissa_niter_2'"):
             prepare_trainer(trainer, swap(tmp_path), sampler=url)
     assert not trainer.use_vllm and "train" not in vars(trainer)

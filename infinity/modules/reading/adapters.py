@@ -77,9 +77,7 @@ def refuse_other_base(model: nn.Module, *, has_files: bool) -> None:
                 "infinity.init_empty_weights leaves to offload; build the base in memory, outside "
                 "of that block. `infinity merge` makes one model of a base and a saved adapter"
             )
-        # Where B is zero nothing was taken out of the base: LoRA-GA without its gradients.
-        factors = (p for key, p in model.named_parameters() if f".lora_B.{name}." in key)
-        if has_files and changes_base(config) and any(p.is_meta or p.any() for p in factors):
+        if has_files and has_changed_base(model, name):
             raise ConfigError(
                 f"PEFT has changed the base's weights for adapter {name!r} (init_lora_weights = "
                 f"{config.init_lora_weights!r}), and `weights` has those from before; leave "
@@ -103,6 +101,13 @@ def _start_from_base(model: Any, name: str, config: Any) -> str | None:
 def changes_base(config: Any) -> bool:
     """Whether PEFT changes the base's weights where it attaches such an adapter."""
     return str(getattr(config, "init_lora_weights", "")).lower().startswith(_CHANGES_BASE)
+
+
+def has_changed_base(model: Any, name: str) -> bool:
+    """Whether PEFT has changed the base's weights in memory for an adapter: where B is zero it has
+    taken nothing out of them, as for LoRA-GA without its gradients."""
+    factors = (p for key, p in model.named_parameters() if f".lora_B.{name}." in key)
+    return changes_base(model.peft_config[name]) and any(p.is_meta or p.any() for p in factors)
 
 
 def derived_buffers(model: nn.Module) -> set[int]:
