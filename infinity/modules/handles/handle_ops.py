@@ -76,17 +76,10 @@ class HandleOps:
     """
 
     def __init__(
-        self,
-        engine: object,
-        pool: HostPool,
-        counters: Counters,
-        uses: UnitUses,
-        edits: WeightEdits,
-        backwards: BackwardCalls,
-        grads: ParamGrads,
-        reset: Callable[[], None],
+        self, engine: object, pool: HostPool, counters: Counters, uses: UnitUses,
+        edits: WeightEdits, backwards: BackwardCalls, grads: ParamGrads, reset: Callable[[], None],
         setting: Callable[..., AbstractContextManager[None]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._engine = engine  # A handle keeps its engine alive.
         self._counters = counters
         self._pool = pool
