@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         init_empty_weights,
         offload,
         shrink,
-        slice_mlps,
         together,
     )
     from infinity.config import SwapConfig
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from infinity.tools.logprobs import score
+    from infinity.tools.mlp_slices import slice_mlps
     from infinity.tools.pretrained import from_pretrained
 
 __version__ = "0.1.0"
@@ -91,7 +91,10 @@ __all__ = [
     "together",
 ]
 
-_TOOLS = {"from_pretrained": "infinity.tools.pretrained", "score": "infinity.tools.logprobs"}
+_TOOLS = {
+    "from_pretrained": "infinity.tools.pretrained", "score": "infinity.tools.logprobs",
+    "slice_mlps": "infinity.tools.mlp_slices",
+}  # fmt: skip
 
 if _strange := namesake.strange_entries(__path__):
     import warnings

@@ -37,7 +37,6 @@ from infinity.modules.reading.discover import UnitRule
 from infinity.modules.reading.empty_weights import init_empty_weights
 from infinity.modules.reading.load_plan import LoadPlan, TileRows
 from infinity.modules.tiling.expert_adapters import factor_adapters
-from infinity.modules.tiling.mlp_slices import slice_mlps as slice_mlps
 from infinity.optimizers.algorithms import SGD, Adam, AdamW, Lion
 from infinity.state.stored import StoredTensor
 from infinity.storage.shards import ShardIdentity

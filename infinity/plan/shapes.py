@@ -27,13 +27,13 @@ from infinity.modules.reading.configuration import (
     embedding_of,
     empty_model,
     is_router,
+    mlps_of,
     names_scorer,
     positions_of,
     scores_sequences,
     text_model_of,
     towers,
 )
-from infinity.modules.tiling.mlp_slices import mlps_of
 from infinity.plan.tables import Table
 
 # Where weights are used: the number of a block, or a place outside blocks. Passes over text read no

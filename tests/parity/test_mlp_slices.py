@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.modules.tiling.mlp_slices import mlps_of
+from infinity.modules.accumulate.trial import why_forwards_differ
+from infinity.modules.reading.configuration import mlps_of
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import differences
 from tests.support.offloading import offloaded, swap_config
@@ -102,6 +103,7 @@ def test_slices_agree_with_the_whole_to_rounding() -> None:
     model = llama()
     expected = model(input_ids=IDS).logits
     infinity.slice_mlps(model, SLICE)
+    assert why_forwards_differ(model) is None  # So layer-major order stays the default.
     torch.testing.assert_close(model(input_ids=IDS).logits, expected)
 
 
@@ -133,6 +135,8 @@ def test_an_mlp_that_mixes_tokens_is_refused_by_name() -> None:
     model(torch.randn(1, 2, 8))  # Nothing is cut.
     with pytest.raises(UnsupportedError, match=r"1: tokens of a MixingMLP depend on each other"):
         model(torch.randn(1, 3, 8))
+    with pytest.raises(UnsupportedError, match="its forward is replaced, perhaps by slices"):
+        infinity.slice_mlps(model, 2)
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(8, 8)), ShiftedMLP()])

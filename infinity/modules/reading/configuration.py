@@ -415,6 +415,29 @@ def towers(model: Any) -> dict[str, nn.Module]:
     return dict(walk(model, ""))
 
 
+_MLPS = ("mlp", "feedforward", "ffn", "actdense")
+
+
+def mlps_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the outermost modules, by name, whose class is named as an MLP and whose forward
+    takes one tensor. Routed experts are left out."""
+    found: dict[str, nn.Module] = {}
+    within = "."
+    for name, module in model.named_modules():
+        is_routed = any("experts" in part and "shared" not in part for part in name.split("."))
+        if is_routed or name.startswith(within):
+            continue
+        if type(module).__name__.lower().endswith(_MLPS) and _takes_one(type(module)):
+            found[name], within = module, f"{name}." if name else ""
+    return found
+
+
+def _takes_one(kind: type[nn.Module]) -> bool:
+    _self, *parameters = inspect.signature(kind.forward).parameters.values()
+    others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return sum(parameter.kind not in others for parameter in parameters) == 1
+
+
 # -- Impossible numbers of a configuration ---------------------------------------------------------
 #
 # transformers builds one module after the other, and lists with one entry per layer, for any number

@@ -23,7 +23,6 @@ from infinity.api import forward_backward, offload
 from infinity.config import SwapConfig
 from infinity.engine.registry import engine_of
 from infinity.errors import CapacityError, ConfigError
-from infinity.modules.tiling.mlp_slices import slice_mlps
 from infinity.observe.step_summary import summarize
 from infinity.observe.timeline import laid_out
 from infinity.observe.tracer import Span, Track
@@ -34,6 +33,7 @@ from infinity.simulate.job import Batch, touched_nbytes
 from infinity.sizes import MIB
 from infinity.state.budgets import MachineSizes, WeightsInUse, compute_budgets
 from infinity.storage.arena import available_host_nbytes
+from infinity.tools.mlp_slices import slice_mlps
 from infinity.tools.training.adapter import with_new_adapters
 from infinity.tools.training.model import checkpoint_activations
 

@@ -35,7 +35,7 @@ from infinity.modules.reading.configuration import (
     table_of_file,
     towers,
 )
-from infinity.modules.tiling.mlp_slices import slice_mlps
+from infinity.tools.mlp_slices import slice_mlps
 from infinity.tools.training.adapter import (
     attach_adapter,
     refuse_tokens_of_head,

@@ -8,7 +8,6 @@ Source: Bekman et al., "Arctic Long Sequence Training" (2025), TiledMLP.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.modules.reading.configuration import mlps_of
 
-_NAMES = ("mlp", "feedforward", "ffn", "actdense")
 _TOLERANCE = 2.0**-4  # Of the largest value: rounding is less, and other tokens change more.
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -42,31 +41,12 @@ def slice_mlps(model: nn.Module, num_tokens: int) -> None:
             f"train.mlp_tokens (infinity.slice_mlps): {type(model).__name__} has no MLP that is a "
             "module, as `LlamaMLP` is; leave it out"
         )
+    for name in (name for name, mlp in found.items() if "forward" in mlp.__dict__):
+        raise UnsupportedError(
+            f"{name}: its forward is replaced, perhaps by slices; make slices first, and once"
+        )
     for name, mlp in found.items():
         mlp.forward = partial(_in_slices, mlp.forward, num_tokens, partial(_check, mlp, name))
-
-
-def mlps_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the outermost modules, by name, whose class is named as an MLP and whose forward
-    takes one tensor. Routed experts are left out."""
-    found: dict[str, nn.Module] = {}
-
-    def walk(name: str, module: nn.Module) -> None:
-        if type(module).__name__.lower().endswith(_NAMES) and _takes_one(module):
-            found[name] = module
-            return
-        for child, inner in module.named_children():
-            if "experts" not in child or "shared" in child:
-                walk(f"{name}.{child}".lstrip("."), inner)
-
-    walk("", model)
-    return found
-
-
-def _takes_one(module: nn.Module) -> bool:
-    parameters = inspect.signature(module.forward).parameters.values()
-    others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return sum(parameter.kind not in others for parameter in parameters) == 1
 
 
 def _in_slices(
