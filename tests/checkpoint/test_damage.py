@@ -189,6 +189,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_output_of_a_run_stands_for_the_checkpoints_in_it(copy, tmp_path):
     with pytest.raises(ConfigError, match="is no checkpoint and has none"):
         find_checkpoint(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ConfigError, match="It is a model, which `infinity plan --model"):
+        find_checkpoint(tmp_path)
     (tmp_path / "infinity-run.json").touch()
     assert find_checkpoint(tmp_path) == copy
 

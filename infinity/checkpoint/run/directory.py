@@ -103,9 +103,11 @@ def find_checkpoint(path: Path) -> Path:
             return path
     found = list_checkpoints(place_of_checkpoints(path))
     if not found:
+        remedy = runs_remedy(path)
+        if (path / "config.json").is_file():
+            remedy = f". It is a model, which `infinity plan --model {path}` describes"
         raise ConfigError(
-            f"{path} is no checkpoint and has none; expected {MANIFEST_NAME} in it"
-            f"{runs_remedy(path)}"
+            f"{path} is no checkpoint and has none; expected {MANIFEST_NAME} in it{remedy}"
         )
     return found[-1]
 

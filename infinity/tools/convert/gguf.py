@@ -75,7 +75,9 @@ class GgufSource:
                         if name in reader.fields:
                             self.values[name] = reader.fields[name].contents()
             except (ValueError, KeyError, IndexError, OverflowError) as error:
-                raise corrupt(str(file), f"it cannot be read as GGUF: {error}") from None
+                raise corrupt(
+                    str(file), f"it cannot be read as GGUF ({error}); download it again"
+                ) from None
             self.tensors.append({tensor.name: tensor for tensor in reader.tensors})
 
     @property

@@ -140,7 +140,7 @@ def _compute_of(model: Model) -> AutoValue:
     table = model.config if model.config is not None else _table_of(model.path)
     dtype, where = _dtype_in(table), "[model.config]" if model.path is None else "config.json"
     if dtype is None and model.path is not None:
-        dtype, where = _dtype_of_weights(model.path), "the weights"
+        dtype, where = _dtype_of_weights(model.path), "the first tensor"
     if dtype is None:
         return AutoValue(key, "float32", "the model names no dtype")
     if dtype in _TRAINED:
