@@ -143,8 +143,8 @@ def _dtype_of_matrix(source: WeightSource, name: str) -> torch.dtype | None:
     if len(shape) == 3 and re.search(r"\.(experts|switch_mlp)\.", name):
         raise ConfigError(
             f"{source.path}: {listed([name])} packs experts in three dimensions {shape}; these "
-            "formats are published with a matrix per expert. Give the directory that was published "
-            "for transformers"
+            "formats are published with a matrix per expert. Give a directory that has those, if "
+            "there is one"
         )
     return dtype if len(shape) == 2 and name.endswith(".weight") else None
 
