@@ -114,16 +114,16 @@ def test_a_long_sequence_fits_a_device_with_its_mlps_in_slices(tmp_path: Path) -
     four passes more."""
     file = tmp_path / "long.toml"
     file.write_text(
-        "tiers.host.capacity = '100GB'\nschedule.micro_batch = 1\nplacement.activations = 'host'\n[adapter]\n[data]\n"
-        f"paths = ['{__file__}']\nsequence_length = 131072\n[train]\nsteps = 1\nbatch_size = 1\n"
+        "tiers.host.capacity = '200GB'\nschedule.micro_batch = 1\nplacement.activations = 'host'\n[adapter]\n[data]\n"
+        f"paths = ['{__file__}']\nsequence_length = 262144\n[train]\nsteps = 1\nbatch_size = 1\n"
     )
-    where = (str(file), "--model", "llama-3-8b", "--hardware", "rtx4090-1nvme", *ONE_WAY)
+    where = (str(file), "--model", "llama-3-8b", "--hardware", "1xh200-4nvme", *ONE_WAY)
     plain = plan_in_numbers(*where)
     sliced = plan_in_numbers(*where, "--set", "train.mlp_tokens=8192")
-    assert plain["batch"]["tokens_per_step"] == 131_072
+    assert plain["batch"]["tokens_per_step"] == 262_144
     assert "or set train.mlp_tokens" in plain["answer"]["text"]
     assert [plain["answer"]["fits"], sliced["answer"]["fits"]] == [False, True]
-    more_s = 2 * 32 * 176.2e6 * 131_072 / 150e12
+    more_s = 2 * 32 * 176.2e6 * 262_144 / 400e12
     assert sliced["step_s"] - plain["step_s"] == pytest.approx(more_s, rel=0.05)
 
 

@@ -369,6 +369,22 @@ def test_state_spills_only_where_memory_is_short(tmp_path: Path) -> None:
     assert "bind" in result.output
 
 
+def test_long_sequences_get_slices_and_then_a_smaller_window(tmp_path: Path) -> None:
+    directory = config_only(tmp_path / "qwen3", QWEN3 | {"max_position_embeddings": 1 << 20})
+    files = []
+    for length in (16_384, 40_000, 65_536):
+        files.append(tmp_path / f"{length}.toml")
+        written = run(
+            directory, "--hardware", "rtx4090-1nvme", "--sequence", length, "-o", files[-1]
+        )
+        assert written.exit_code == 0, written.output
+    plain, sliced, small = map(SwapConfig.load, files)
+    assert [c.train and c.train.mlp_tokens for c in (plain, sliced, small)] == [None, 8192, 8192]
+    assert plain.tiers.device == sliced.tiers.device != small.tiers.device
+    refused = run(directory, "--hardware", "rtx4090-1nvme", "--sequence", 1 << 20, "-o", "-")
+    assert "the activations of one block take about" in refused.output
+
+
 def test_what_does_not_fit_is_refused_with_the_key_and_nothing_is_written(
     tmp_path: Path, machine: Path
 ) -> None:

@@ -61,6 +61,8 @@ _OF_METHODS = {
     "dpo": '"reward" learns a head from the same records',
 }
 _SPARE_NBYTES = 256 * MIB
+_MLP_TOKENS = 8192
+_SMALL_WINDOW = "15%"
 _OF_DENOISING = {
     "train.diffusion.resolution": "pixels of a side; 1024 takes four times as long",
     "train.batch_size": "image of a micro-batch, which has sides of its own",
@@ -205,8 +207,9 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
 
 def fitted_draft(wish: Wish, hardware: Hardware, forecaster: Forecaster) -> tuple[Draft, Forecast]:
     """Returns the first draft that fits, and its forecast: in host memory, then with a swap
-    directory, then with layer inputs there, then with fewer sequences a step. If none fits, returns
-    the last one with its obstacles. Raises CapacityError if the state fits in no way."""
+    directory, then with layer inputs there, then with fewer sequences a step, then with MLPs in
+    slices, then with a smaller window, too. If none fits, returns the one of fewest sequences with
+    its obstacles. Raises CapacityError if the state fits in no way."""
     failure: CapacityError | None = None
     last: tuple[Draft, Forecast] | None = None
     for found in _candidates(wish, hardware):
@@ -217,9 +220,10 @@ def fitted_draft(wish: Wish, hardware: Hardware, forecaster: Forecaster) -> tupl
             if found.config.tiers.nvme:
                 break  # A smaller batch has the same state.
             continue
-        last = found, said
         if not said.obstacles:
             return _settled(found, said, forecaster)
+        if found.config.train and found.config.train.mlp_tokens is None:
+            last = found, said
     if last is not None:
         return last
     assert failure is not None
@@ -227,16 +231,30 @@ def fitted_draft(wish: Wish, hardware: Hardware, forecaster: Forecaster) -> tupl
 
 
 def _candidates(wish: Wish, hardware: Hardware) -> Iterator[Draft]:
-    yield draft(wish, hardware, spills=False)
+    found = [draft(wish, hardware, spills=False)]
     if wish.swap and hardware.nvme is not None:
-        yield draft(wish, hardware, spills=True)
+        found.append(draft(wish, hardware, spills=True))
         if not hardware.shares_host_memory:
-            yield draft(wish, hardware, spills=True, inputs_on="nvme")
+            found.append(draft(wish, hardware, spills=True, inputs_on="nvme"))
         sequences = _batch(wish)[0].sequences
         while sequences > 1:
             sequences //= 2
             smaller = replace(wish, sequences=sequences * wish.num_ranks)
-            yield draft(smaller, hardware, spills=True, inputs_on="nvme")
+            found.append(draft(smaller, hardware, spills=True, inputs_on="nvme"))
+    yield from found
+    for window in () if hardware.shares_host_memory else (None, _SMALL_WINDOW):
+        yield from (_with_slices(one, window) for one in found)
+
+
+def _with_slices(found: Draft, window: str | None) -> Draft:
+    """Returns the draft for long sequences. `window`: the device memory for weights."""
+    table = found.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    table["train"]["mlp_tokens"] = _MLP_TOKENS
+    notes = {"train.mlp_tokens": "that an MLP computes at a time, so that a block fits"}
+    if window is not None:
+        table["tiers"]["device"] = {"capacity": window}
+        notes["tiers.device.capacity"] = "for weights; the rest is for long sequences"
+    return Draft(SwapConfig.from_table(table, ConfigSource()), {**found.notes, **notes})
 
 
 def _settled(found: Draft, said: Forecast, forecaster: Forecaster) -> tuple[Draft, Forecast]:
