@@ -48,6 +48,8 @@ PUBLISHED = [
     ("llama", "bf16", 0),
     ("deepseek-v3", "nvfp4", 72),
     ("deepseek-v3", "modelopt-nvfp4", 72),
+    ("qwen3.5-moe", "modelopt-nvfp4", 35),
+    ("nemotron-h", "modelopt-nvfp4", 16),
     ("qwen3-moe", "modelopt-fp8", 84),
     ("qwen3-moe", "mxfp8", 84),
     ("llama", "fp8-rows", 21),

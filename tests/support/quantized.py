@@ -533,4 +533,33 @@ TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie-moe": ("ernie4_5_moe", {**_TINY_EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
     "llama": ("llama", {**_TINY, "intermediate_size": 320}),
+    "qwen3.5-moe": (
+        "qwen3_5_moe_text",
+        {
+            **_TINY_EXPERTS,
+            "num_hidden_layers": 2,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 64,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            **_TINY_EXPERTS,
+            "layers_block_type": ["mamba", "moe", "attention"],
+            "ssm_state_size": 8,
+            "mamba_num_heads": 12,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "moe_shared_expert_intermediate_size": 64,
+            "use_mamba_kernels": False,
+        },
+    ),
 }
