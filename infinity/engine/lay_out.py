@@ -73,14 +73,15 @@ def lay_out(
     Raises CapacityError if no division fits, ConfigError for a model without parameters. With
     ranks, a collective call.
     """
-    device_nbytes, agreed = device.nbytes(), None
+    device_nbytes, available_nbytes = device.sizes(config.tiers, available_host_nbytes())
+    agreed = None
     if ranks is not None:
         agreed = agree_on_exchange(
             config.distributed, config.placement.parameters, ranks,
             has_own_memory=not device.shares_host_memory, is_cuda=device.is_cuda,
             identity=device.identity(), device_nbytes=device_nbytes,
         )  # fmt: skip
-    machine = MachineSizes(device.shares_host_memory, device_nbytes, available_host_nbytes())
+    machine = MachineSizes(device.shares_host_memory, device_nbytes, available_nbytes)
 
     def attempt(limit_nbytes: int | None) -> RunPlan:
         tiling.cut(limit_nbytes)

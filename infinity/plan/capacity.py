@@ -82,7 +82,8 @@ class NodeView:
                 f"--nodes {num_nodes}: {hardware.name} has no host.network_gb_per_s, the rate at "
                 "which a node receives from the others; add it to the hardware file"
             )
-        self.config_of_rank, self.hardware_of_rank = config, hardware.of_rank(count)
+        self.config_of_rank = config
+        self.hardware_of_rank = hardware.of_rank(count).with_parts(config.tiers)
         if self.num_ranks > 1:
             self.config_of_rank = with_part_of_node(config, count)
             self.is_collective = _exchanges_on_devices(config.distributed.exchange, hardware)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from infinity.config.schema.tiers import Tiers
 from infinity.errors import ConfigError
 from infinity.plan.tables import Table
 from infinity.simulate.spec import Rates, drive_rates
@@ -58,12 +59,14 @@ class Device(Table):
     it that takes no time. `memory_gb_per_s` is the rate at which products of few rows read weights
     from the device's memory, which bounds those of experts; without it they are as fast as others.
     `float32_tflops` is the speed in fp32 of a processor that computes in another dtype.
-    A device without memory is the host.
+    A device without memory is the host; one that is `integrated`, as that of a DGX Spark, takes its
+    memory from the host's.
     """
 
     count: int = Field(1, ge=1)
     tflops: Tflops
     memory: Nbytes | None = None
+    integrated: bool = False
     h2d_gb_per_s: GbPerS | None = None
     d2h_gb_per_s: GbPerS | None = None
     gather_gb_per_s: GbPerS | None = None
@@ -71,6 +74,12 @@ class Device(Table):
     decode_gb_per_s: GbPerS | None = None
     memory_gb_per_s: GbPerS | None = None
     float32_tflops: Tflops | None = None
+
+    @model_validator(mode="after")
+    def _has_memory(self) -> Device:
+        if self.integrated and self.memory is None:
+            raise ValueError("device.integrated needs device.memory, that of the host")
+        return self
 
 
 class Nvme(Table):
@@ -101,6 +110,16 @@ class Hardware(Table):
     def shares_host_memory(self) -> bool:
         """Whether the device computes in host memory, as a CPU does."""
         return self.device.memory is None
+
+    def with_parts(self, tiers: Tiers) -> Hardware:
+        """Returns the machine with memory that its device and its host do not share. Raises
+        CapacityError."""
+        if not self.device.integrated:
+            return self
+        of_device, of_host = tiers.parts_of_pool(self.host.memory)
+        device = self.device.model_copy(update={"memory": of_device})
+        host = self.host.model_copy(update={"memory": of_host})
+        return self.model_copy(update={"host": host, "device": device})
 
     def of_rank(self, count: int) -> Hardware:
         """Returns the share of one of `count` ranks, each with its own device: an even part of the

@@ -170,6 +170,8 @@ class DeviceAdapter:
     torch_device: torch.device
     # True when compute reads host memory itself, so that nothing has to be copied.
     shares_host_memory: bool
+    # True when its own memory is taken from the host's all the same, so that budgets share one.
+    is_integrated: bool = False
 
     def open(self, host: HostPool, counters: Counters) -> None:
         """Receives the arena and the counters, before any other call: for an adapter that the

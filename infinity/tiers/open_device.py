@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.config.machine import node_of_device, pci_address
-from infinity.config.schema.tiers import DeviceTier
+from infinity.config.schema.tiers import DeviceTier, Tiers
 from infinity.errors import ConfigError
 from infinity.observe import Counters
 from infinity.tiers.cpu import CpuDevice
@@ -18,25 +18,31 @@ from infinity.tiers.host import HostPool
 @dataclass(frozen=True, slots=True)
 class ChosenDevice:
     """The device of a run, before it is opened. `own` is the adapter of the caller; `type` is
-    torch's word for where the model computes."""
+    torch's word for where the model computes. One that `is_integrated` copies between parts of the
+    host's memory."""
 
     own: DeviceAdapter | None
-    tier: DeviceTier
     type: str
     shares_host_memory: bool
+    is_integrated: bool
 
     @property
     def is_cuda(self) -> bool:
         """Whether torch knows the device's memory and address."""
         return self.own is None and self.type == "cuda"
 
-    def nbytes(self) -> int | None:
-        """Returns the budget of the device, as far as its memory is free now; None: unlimited."""
-        if not self.is_cuda:
+    def sizes(self, tiers: Tiers, available_nbytes: int) -> tuple[int | None, int]:
+        """Returns the budget of the device, as far as its memory is free now, None: unlimited, and
+        what the host has of its `available_nbytes`. Raises CapacityError."""
+        if self.is_integrated:
+            # Not CUDA's figure, which counts page cache that the kernel would drop as taken.
+            free_nbytes, available_nbytes = tiers.parts_of_pool(available_nbytes)
+        elif self.is_cuda:
+            free_nbytes, _ = torch.cuda.mem_get_info()
+        else:
             # A share of "device memory" means nothing here: unlimited.
-            return self.tier.capacity.nbytes
-        free_nbytes, _ = torch.cuda.mem_get_info()
-        return self.tier.budget_nbytes(free_nbytes)
+            return tiers.device.capacity.nbytes, available_nbytes
+        return tiers.device.budget_nbytes(free_nbytes), available_nbytes
 
     def identity(self) -> str:
         """Returns the name of the device among all devices; empty where ranks may share it."""
@@ -67,9 +73,16 @@ def choose_device(tier: DeviceTier, own: DeviceAdapter | None) -> ChosenDevice:
     """Returns the device of the caller, or the configured one. Raises ConfigError as
     `device_kind`."""
     if own is not None:
-        return ChosenDevice(own, tier, own.torch_device.type, own.shares_host_memory)
+        return ChosenDevice(own, own.torch_device.type, own.shares_host_memory, own.is_integrated)
     kind = device_kind(tier)
-    return ChosenDevice(None, tier, kind, shares_host_memory=kind == "cpu")
+    return ChosenDevice(None, kind, kind == "cpu", is_integrated(kind))
+
+
+def is_integrated(kind: str) -> bool:
+    """Whether the current device of this kind has the host's memory, and yet needs copies."""
+    if kind != "cuda":
+        return False
+    return bool(getattr(torch.cuda.get_device_properties(None), "is_integrated", False))
 
 
 def device_kind(tier: DeviceTier) -> str:

@@ -21,6 +21,7 @@ from infinity.config.values import (
     refuse,
     refuse_all,
 )
+from infinity.errors import CapacityError
 
 # The part of the free memory that "auto" takes, on the host and on a device. The rest is for what
 # the engine does not allocate: activations, gradients of autograd, the program's own tensors.
@@ -107,6 +108,22 @@ class Tiers(Section):
         BeforeValidator(lambda value: () if value is None else value),  # As null for a section.
     ] = ()
     """One entry per mounted drive."""
+
+    def parts_of_pool(self, free_nbytes: int) -> tuple[int, int]:
+        """Returns the bytes that the device, and that the host, may count as its own of one memory
+        that is both, `free_nbytes` of it free. A size that the file names comes first, and without
+        one each has half; a tenth stays with the driver and the system. Raises CapacityError."""
+        pool_nbytes = free_nbytes - free_nbytes // 10
+        device, host = self.device.capacity.nbytes, self.host.capacity.nbytes
+        if (device or 0) + (host or 0) > pool_nbytes:
+            raise CapacityError(
+                "host", needed_nbytes=(device or 0) + (host or 0), available_nbytes=pool_nbytes,
+                key="tiers.host.capacity or tiers.device.capacity",
+                detail="the device computes in the host's memory, which both share",
+            )  # fmt: skip
+        if host is None:
+            host = pool_nbytes // 2 if device is None else pool_nbytes - device
+        return pool_nbytes - host, host
 
     @field_validator("nvme")
     @classmethod

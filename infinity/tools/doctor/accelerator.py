@@ -12,7 +12,7 @@ import infinity
 from infinity.config import SwapConfig
 from infinity.config.extras import TRIED, installed, release_of
 from infinity.config.machine import pci_address, read_int, read_node, read_text
-from infinity.errors import UnsupportedError
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.namesake import other_distributions, other_places
 from infinity.sizes import format_nbytes
 from infinity.tools.doctor import Finding
@@ -68,7 +68,11 @@ def check_torch(version: str | None, failure: str) -> Finding:
 def check_cuda(kind: str, gpus: Sequence[Any], *, built_for: str | None) -> Finding:
     """`kind` is tiers.device.kind; `gpus` are torch's properties of devices; `built_for` is the
     CUDA version of torch's build, if any."""
-    described = "; ".join(f"{gpu.name}, {format_nbytes(gpu.total_memory)}" for gpu in gpus)
+    described = "; ".join(
+        f"{gpu.name}, {format_nbytes(gpu.total_memory)}"
+        + " shared with the host" * bool(getattr(gpu, "is_integrated", False))
+        for gpu in gpus
+    )
     if kind == "cpu":
         return Finding("CUDA", f"not asked for ({described or 'no device'})")
     if gpus:
@@ -81,6 +85,18 @@ def check_cuda(kind: str, gpus: Sequence[Any], *, built_for: str | None) -> Find
     if kind == "cuda":
         return it.missing('tiers.device.kind = "cuda" cannot be kept', remedy)
     return it.degraded("the model computes on the CPU", remedy)
+
+
+def left_to_host(config: SwapConfig, available_nbytes: int) -> int:
+    """Returns the host's part of memory where the device may have its memory from it, too."""
+    try:
+        from infinity.tiers.open_device import device_kind, is_integrated
+
+        if is_integrated(device_kind(config.tiers.device)):
+            return config.tiers.parts_of_pool(available_nbytes)[1]
+    except (ImportError, OSError, InfinityError):  # Other lines, or the start, say so.
+        pass
+    return available_nbytes
 
 
 def find_link(root: Path, pci_address: str) -> Link | None:

@@ -24,6 +24,7 @@ from infinity.sizes import HUGE_PAGE_NBYTES, MIB, format_nbytes
 from infinity.storage.arena import Arena, can_share
 from infinity.storage.probe import Refusal, find_uring_refusal, probe_uring
 from infinity.tools.doctor import Finding
+from infinity.tools.doctor.accelerator import left_to_host
 
 # -- The kernel, and what allows or forbids io_uring -----------------------------------------------
 
@@ -118,7 +119,7 @@ _MAX_TRIAL_NBYTES = 256 * MIB
 def examine_memory(config: SwapConfig, root: Path) -> Iterator[Finding]:
     """Yields the findings on host memory, huge pages and limits of locked memory."""
     memory = host_memory(root)
-    arena_nbytes = config.tiers.host.budget_nbytes(memory.nbytes)
+    arena_nbytes = config.tiers.host.budget_nbytes(left_to_host(config, memory.nbytes))
     yield check_capacity(memory, arena_nbytes)
     yield check_huge_pages(
         read_text(root / "sys/kernel/mm/transparent_hugepage/enabled"),

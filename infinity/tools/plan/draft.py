@@ -28,7 +28,7 @@ from infinity.plan.model import model_for
 from infinity.plan.predict import Forecast, forecast
 from infinity.sizes import GIB, MIB, align_up, counted, format_nbytes
 from infinity.storage.arena import available_host_nbytes
-from infinity.tiers.open_device import device_kind
+from infinity.tiers.open_device import device_kind, is_integrated
 from infinity.tools.plan.data_facts import CAPTIONED, IMAGES, DataFacts, Table, planned_batch
 from infinity.tools.plan.report import duration, flops, sentences
 from infinity.tools.plan.subject import files_of, has_reference, model_of_config
@@ -431,7 +431,9 @@ def describe_machine(hardware: Hardware) -> str:
     """Returns the machine in one line."""
     host, device, nvme = hardware.host, hardware.device, hardware.nvme
     parts = [f"{format_nbytes(host.memory)} of memory"]
-    if device.memory is not None:
+    if device.integrated:
+        parts[0] += " for host and device"
+    elif device.memory is not None:
         many = f"{device.count} devices of " if device.count > 1 else "device memory "
         parts.append(f"{many}{format_nbytes(device.memory)}")
     parts.append(flops(1e12 * device.tflops))
@@ -485,9 +487,8 @@ def fit(
 def sizes_here(config: SwapConfig, *_: object) -> Hardware:
     """Returns this machine with its sizes, which take no time to read. The rates are round numbers:
     whether a draft fits does not depend on them."""
-    memory = None
-    if device_kind(config.tiers.device) == "cuda":
-        memory = torch.cuda.mem_get_info()[0]
+    kind = device_kind(config.tiers.device)
+    memory = torch.cuda.mem_get_info()[0] if kind == "cuda" else None
     free_nbytes = min(
         (shutil.disk_usage(tier.path.parent).free for tier in config.tiers.nvme), default=0
     )
@@ -497,6 +498,9 @@ def sizes_here(config: SwapConfig, *_: object) -> Hardware:
         host=Host(
             memory=available_host_nbytes(), update_gb_per_s=10, sum_gb_per_s=10, norm_threads=1
         ),
-        device=Device(count=1, tflops=10, memory=memory, h2d_gb_per_s=20, d2h_gb_per_s=20),
+        device=Device(
+            count=1, tflops=10, memory=memory, integrated=is_integrated(kind), h2d_gb_per_s=20,
+            d2h_gb_per_s=20,
+        ),
         nvme=Nvme(drives=1, capacity=free_nbytes, read_gb_per_s=3, write_gb_per_s=2),
-    )
+    )  # fmt: skip

@@ -39,7 +39,7 @@ from infinity.storage.protocol import Priority, Segment, StorageEngine
 from infinity.storage.shards import open_past_cache
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostPool
-from infinity.tiers.open_device import device_kind
+from infinity.tiers.open_device import device_kind, is_integrated
 from infinity.tools.bench.measure import Contender, timed
 from infinity.tools.bench.memory import arena_to_device, optimizer_pass
 from infinity.tools.bench.scratch import bench_directory
@@ -366,7 +366,8 @@ def measure_cuda(arena: Arena, model: PlannedModel, flops: float) -> Device:
     device = CudaDevice(host, counters)
     try:
         free_nbytes, _ = torch.cuda.mem_get_info()
-        return measure_device(device, host, model, flops, free_nbytes)
+        found = measure_device(device, host, model, flops, free_nbytes)
+        return found.model_copy(update={"integrated": is_integrated("cuda")})
     finally:
         device.close()
 
