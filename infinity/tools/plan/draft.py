@@ -207,9 +207,9 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
 
 def fitted_draft(wish: Wish, hardware: Hardware, forecaster: Forecaster) -> tuple[Draft, Forecast]:
     """Returns the first draft that fits, and its forecast: in host memory, then with a swap
-    directory, then with layer inputs there, then with fewer sequences a step, then with MLPs in
-    slices, then with a smaller window, too. If none fits, returns the one of fewest sequences with
-    its obstacles. Raises CapacityError if the state fits in no way."""
+    directory, then with layer inputs there, then with fewer sequences a step, then with a
+    smaller window, then with MLPs in slices, too. If none fits, returns the last one without
+    slices, with its obstacles. Raises CapacityError if the state fits in no way."""
     failure: CapacityError | None = None
     last: tuple[Draft, Forecast] | None = None
     for found in _candidates(wish, hardware):
@@ -242,18 +242,18 @@ def _candidates(wish: Wish, hardware: Hardware) -> Iterator[Draft]:
             smaller = replace(wish, sequences=sequences * wish.num_ranks)
             found.append(draft(smaller, hardware, spills=True, inputs_on="nvme"))
     yield from found
-    for window in () if hardware.shares_host_memory else (None, _SMALL_WINDOW):
-        yield from (_with_slices(one, window) for one in found)
+    for has_slices in () if hardware.shares_host_memory else (False, True):
+        yield from (_for_long_sequences(one, has_slices=has_slices) for one in found)
 
 
-def _with_slices(found: Draft, window: str | None) -> Draft:
-    """Returns the draft for long sequences. `window`: the device memory for weights."""
+def _for_long_sequences(found: Draft, *, has_slices: bool) -> Draft:
+    """Returns the draft with a smaller window, which changes no result, and with MLPs in slices."""
     table = found.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    table["train"]["mlp_tokens"] = _MLP_TOKENS
-    notes = {"train.mlp_tokens": "that an MLP computes at a time, so that a block fits"}
-    if window is not None:
-        table["tiers"]["device"] = {"capacity": window}
-        notes["tiers.device.capacity"] = "for weights; the rest is for long sequences"
+    table["tiers"]["device"] = {"capacity": _SMALL_WINDOW}
+    notes = {"tiers.device.capacity": "for weights; the rest is for long sequences"}
+    if has_slices:
+        table["train"]["mlp_tokens"] = _MLP_TOKENS
+        notes["train.mlp_tokens"] = "that an MLP computes at a time, so that a block fits"
     return Draft(SwapConfig.from_table(table, ConfigSource()), {**found.notes, **notes})
 
 
