@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def _describe(writer: Any, config: Any) -> None:
     writer.add_value_length(64)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
-    if getattr(config, "num_experts", None):
+    if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -241,6 +242,44 @@ def test_an_adapter_over_blocks_has_the_bits_of_one_over_their_values(
         assert any(unit.stored is not None for unit in engine.store.units)
         seen = train(model, infinity.AdamW(model, lr=1e-2), steps=range(2))
     assert_same(expected, seen, is_ordered=False)
+
+
+def test_a_mixtral_has_the_name_of_a_llama_and_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setitem(MODELS, "llama", ("mixtral", sizes))
+    (file,) = written(tmp_path / "tiny.gguf", "llama", mixed)
+    with pytest.raises(ConfigError, match=r"put the config\.json of the original model beside"):
+        plan_gguf(file, print)
+    put_config_beside(tmp_path, "llama")
+    assert converted(file, tmp_path / "out") == []
+    found = decoded(tmp_path / "out")
+    stored = {one.name: one for one in gguf.GGUFReader(file).tensors}
+    for layer, (part, name) in itertools.product(
+        range(2), {"w1": "gate", "w2": "down", "w3": "up"}.items()
+    ):
+        experts = stored[f"blk.{layer}.ffn_{name}_exps.weight"]
+        values = torch.from_numpy(gguf.dequantize(experts.data, experts.tensor_type))
+        for expert in range(4):
+            place = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight"
+            assert torch.equal(found.pop(place), values[expert]), place
+    q_proj = found["model.layers.0.self_attn.q_proj.weight"]
+    assert not torch.equal(q_proj, torch.zeros_like(q_proj))
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_scale_of_attention_that_a_file_lacks_is_that_of_llama_cpp(
+    architecture: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count, scalar in ((layers, WIDTH // 2), (2, 64)):
+        model_type = {"gemma2": "gemma2", "gemma3": "gemma3_text"}[architecture]
+        sizes = {"num_hidden_layers": count, "num_attention_heads": 2, "tie_word_embeddings": True}
+        monkeypatch.setitem(MODELS, architecture, (model_type, sizes))
+        (file,) = written(tmp_path / "tiny.gguf", architecture, lambda _: "F16")
+        converted(file, tmp_path / str(count))
+        config = json.loads((tmp_path / str(count) / "config.json").read_text())
+        assert config["query_pre_attn_scalar"] == scalar
 
 
 def test_numbers_that_transformers_turns_are_turned(tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ _BESIDE = (
 # What decides values, and for most architectures transformers reads from config.json only.
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _UNREAD = ("rope.scaling.type", "rope.scaling.factor", "attention.sliding_window")
+# A file has no scale of attention. llama.cpp tells by the layers whether a Gemma is one of 27B,
+# whose scale is that of hidden_size / heads; the others have that of a head. Source:
+# `f_attention_scale` in llama.cpp.
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def gguf_package() -> Any:
@@ -233,6 +237,10 @@ def _model_of(source: GgufSource, *, is_tied: bool) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(first.parent, **where).get_text_config()
         if beside is None:
             config.tie_word_embeddings = is_tied  # The reader sees the first file of a split.
+            if source.architecture in _LAYERS_OF_27B:
+                is_27b = config.num_hidden_layers == _LAYERS_OF_27B[source.architecture]
+                width = config.hidden_size // config.num_attention_heads
+                config.query_pre_attn_scalar = width if is_27b else config.head_dim
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)
@@ -264,6 +272,11 @@ def _targets(
 
     # By the architecture of the file: that of a Mistral is Llama's.
     known = get_gguf_hf_weights_map(model, processor, source.architecture)
+    if source.architecture == "llama":  # Mixtral, whose reader would take it for a Llama.
+        for name, target in [*known.items()]:
+            if name.endswith("ffn_down_exps"):
+                packed = target.replace("down_proj", "gate_up_proj")
+                known |= {name.replace("down", half): packed for half in ("gate", "up")}
     found = {name: known.get(name, known.get(name.removesuffix(".weight"))) for name in stored}
     return {name: target for name, target in found.items() if target is not None}
 
