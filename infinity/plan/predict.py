@@ -37,7 +37,7 @@ from infinity.simulate.job import Batch, make_job, num_fibers_of, rank_loads
 from infinity.simulate.log import WRITE
 from infinity.simulate.order import Use
 from infinity.simulate.spec import Rates, StepSpec
-from infinity.simulate.step import EARLY_SHARES, Prediction, best_share
+from infinity.simulate.step import EARLY_SHARES, Prediction, best_share, without_collections
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.state.spare_generations import plan_spares, spares_nbytes
 
@@ -107,6 +107,7 @@ class Forecast:
         return nvme.endurance / (written * per_node)
 
 
+@without_collections()
 def forecast(
     config: SwapConfig,
     model: PlannedModel,
@@ -177,14 +178,30 @@ def forecast_again(
 ) -> Forecast:
     """Returns the forecast of another configuration, on as many ranks; `changes` are other
     arguments of `forecast`. Raises as `forecast`."""
+    num_ranks, num_nodes = _ranks_of(base)
     same: dict[str, Any] = {
         "hardware": base.hardware,
         "batch": base.batch,
-        "num_ranks": 1 if base.ranks is None else base.ranks.per_node,
-        "num_nodes": 1 if base.ranks is None else base.ranks.num_nodes,
+        "num_ranks": num_ranks,
+        "num_nodes": num_nodes,
         "shard_drives": base.shard_drives,
     }
     return forecast(config, model, **same | changes)
+
+
+@without_collections()
+def is_tight_again(base: Forecast, config: SwapConfig, model: PlannedModel) -> bool:
+    """Whether another configuration, too, keeps nothing in memory: what `forecast_again` says, for
+    a small part of its time. Raises CapacityError as `forecast`."""
+    config, model = with_base(config, model)
+    num_ranks, num_nodes = _ranks_of(base)
+    node = NodeView(config, base.hardware, num_ranks, None, num_nodes)
+    window_nbytes = window_nbytes_of(node.config_of_rank, node.hardware_of_rank)
+    return fitted(node, model, window_nbytes).budgets.is_tight
+
+
+def _ranks_of(base: Forecast) -> tuple[int, int]:
+    return (1, 1) if base.ranks is None else (base.ranks.per_node, base.ranks.num_nodes)
 
 
 def with_base(config: SwapConfig, model: PlannedModel) -> tuple[SwapConfig, PlannedModel]:

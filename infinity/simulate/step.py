@@ -58,7 +58,7 @@ class Prediction:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Operations are many objects without a cycle. To look for cycles among them takes a quarter of
     the time of a prediction."""
     was_enabled = gc.isenabled()
@@ -76,7 +76,7 @@ def predict(job: StepSpec, rates: Rates) -> Prediction:
 
 
 def _predict(draft: _Draft, rates: Rates) -> Prediction:
-    with _without_collections():
+    with without_collections():
         for step in range(NUM_STEPS):
             draft.add_step(step)
         operations = _with_nvme_times(draft.log.operations, rates)

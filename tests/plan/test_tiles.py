@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from infinity.plan.model import model_of_module, model_of_shape
 from infinity.plan.shapes import gpt_shape
 from infinity.sizes import GIB
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, fit, limits
+from infinity.tools.plan import advice
 
 KINDS = ("parameters", "master", "moments", "gradients")
 
@@ -184,3 +186,24 @@ def test_the_widest_block_of_a_window(hidden: int, num_tiles: int, fits: bool) -
     assert ("tiles" in said) == (num_tiles > 1 or not fits)
     # Whatever the cut, the arithmetic is the same, and so are the bytes of the drives and tiers.
     assert found.model.active_params == model.active_params
+
+
+def test_tiles_are_not_advised_once_the_largest_unit_does_not_shrink(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each limit has twice the units of the one before it."""
+    tried: list[int] = []
+
+    def with_tiles(limit_nbytes: int) -> SimpleNamespace:
+        return SimpleNamespace(units=[SimpleNamespace(weight_nbytes=max(limit_nbytes, 2 * GIB))])
+
+    def is_tight_again(base: Any, config: SwapConfig, model: Any) -> bool:
+        tried.append(config.schedule.tile)  # type: ignore[arg-type]
+        return True
+
+    monkeypatch.setattr(advice, "is_tight_again", is_tight_again)
+    model: Any = SimpleNamespace(largest_nbytes=16 * GIB, with_tiles=with_tiles)
+    base: Any = SimpleNamespace(is_tight=True, hardware=None, batch=None)
+    config = SwapConfig.load({})
+    assert list(advice._tiles(config, model, base)) == []
+    assert tried == [8 * GIB, 4 * GIB, 2 * GIB]

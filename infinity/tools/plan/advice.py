@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -13,7 +14,7 @@ from infinity.config.values import Capacity
 from infinity.errors import InfinityError
 from infinity.plan.hardware import Hardware, Nvme
 from infinity.plan.layout import PlannedModel
-from infinity.plan.predict import Forecast, forecast_again
+from infinity.plan.predict import Forecast, forecast_again, is_tight_again
 from infinity.simulate.job import Batch
 from infinity.simulate.update_device import Place
 from infinity.sizes import format_nbytes
@@ -56,10 +57,20 @@ def _tiles(config: SwapConfig, model: PlannedModel, base: Forecast) -> Iterator[
     none where the model fits without: tiles of dense layers round."""
     if not base.is_tight or config.schedule.tile != "auto":
         return
+    largest_nbytes = math.inf
     for limit_nbytes in limits(model.largest_nbytes):
+        before_nbytes, cut = largest_nbytes, model.with_tiles(limit_nbytes)
+        largest_nbytes = max(unit.weight_nbytes for unit in cut.units)
+        if largest_nbytes == before_nbytes:
+            return  # Smaller tiles are more units, and the largest one stays as it is.
         tiled = changed(config, {"schedule.tile": limit_nbytes})
-        other = _forecast_of((tiled, base.hardware, base.batch), model, base)
-        if other is not None and not other.is_tight:
+        try:
+            is_tight = is_tight_again(base, tiled, model)
+        except InfinityError:
+            continue
+        case = tiled, base.hardware, base.batch
+        other = None if is_tight else _forecast_of(case, model, base)
+        if other is not None:
             size = format_nbytes(limit_nbytes)
             change = f"tiles of {size}, so that memory keeps something (schedule.tile)"
             yield Advice(change, other.tokens_per_s / base.tokens_per_s)
