@@ -190,6 +190,7 @@ class Loader:
         than `uses_dropped`
     needs: what else it needs in a module that has a projection, or it fails or drops that one
     packed: types of models whose experts it reads as PEFT packs them
+    ungated: types of models whose experts have no gate
     reads_rslora: whether it reads `use_rslora`; otherwise the scale is alpha / rank
     """
 
@@ -200,6 +201,7 @@ class Loader:
     uses_dropped: frozenset[str] = frozenset()
     needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     packed: frozenset[str] = frozenset()
+    ungated: frozenset[str] = frozenset()
     reads_rslora: bool = False
 
     def drops(self, name: str, model_type: str) -> bool:
@@ -218,7 +220,9 @@ LOADERS = {
         needs={
             "experts.gate_proj": ("up_proj", "down_proj"), "experts.down_proj": ("gate_proj",),
             "experts.w1": ("w2", "w3"), "experts.w2": ("w1",),
+            "ungated.up_proj": ("down_proj",), "ungated.down_proj": ("up_proj",),
         },
+        ungated=frozenset({"nemotron_h"}),  # Classes with `is_non_gated_moe`.
         packed=frozenset({  # Classes with `is_3d_moe_weight`.
             "gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_omni_moe",
             "qwen3_vl_moe", "qwen3_vl_moe_text",
@@ -301,11 +305,13 @@ def plan_layout(
             factors[name] = _factors(parts[0])
         else:
             refused.setdefault(why, []).append(name)
+    is_ungated = adapted.get_base_model().config.model_type in loader.ungated
+    experts = "ungated" if is_ungated else "experts"
     for name in factors:
         parent, _, last = name.rpartition(".")
         needed = loader.needs.get(last, ())
         if EXPERT.search(name):
-            needed = loader.needs.get(f"experts.{last}", needed)
+            needed = loader.needs.get(f"{experts}.{last}", needed)
         lacking = [other for other in needed if f"{parent}.{other}" not in factors]
         if lacking:
             refused.setdefault(f"it needs {listed(lacking)} with it", []).append(name)

@@ -19,7 +19,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, NemotronHConfig
 from typer.testing import Result
 
 import infinity
@@ -495,6 +495,26 @@ def test_what_a_server_would_drop_is_refused_by_name(
     done = exported(tmp_path, name, server, options)
     assert done.exit_code == 2 and not (tmp_path / server).exists()
     assert re.search(said, done.output) and "infinity merge" in done.output
+
+
+def test_an_expert_without_a_gate_needs_none(tmp_path: Path) -> None:
+    config = NemotronHConfig(
+        layers_block_type=["mamba", "moe", "attention"], hidden_size=32, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, vocab_size=256, intermediate_size=24,
+        ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=1, chunk_size=8,
+        n_routed_experts=4, moe_intermediate_size=24, moe_shared_expert_intermediate_size=24,
+        use_mamba_kernels=False,
+    )  # fmt: skip
+    for names, said in (
+        (EXPERTS[1:], "it needs 'up_proj' with it"),
+        (["up_proj", "down_proj"], ""),
+    ):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / said[:2] / "base")
+        places = [f"experts.{name.removeprefix('experts.')}" for name in names]
+        options = {"target_modules": [], "target_parameters": places}
+        adapt(tmp_path / said[:2] / "base", tmp_path / said[:2] / "adapter", **options)
+        done = exported(tmp_path / said[:2], "nemotron_h", "vllm", options)
+        assert (done.exit_code == 0) == (not said) and said in done.output, done.output
 
 
 @pytest.mark.parametrize("version", [None, "0.18.1"])
