@@ -612,6 +612,9 @@ def test_a_pipeline_that_is_not_known_is_refused_with_those_that_are(
         program.train(changed(config_of(job_of(tmp_path, home, "flux")), {
             "model.path": other / "transformer",
         }))  # fmt: skip
+    file = job_of(tmp_path, tmp_path, "other") / "job.toml"
+    done = run_command("plan", file, "--hardware", "rtx4090-desktop")
+    assert done.exit_code and "is a SanaPipeline; " in done.output
 
 
 def test_a_transformer_of_diffusers_is_refused_as_a_language_model(home: Path) -> None:

@@ -22,6 +22,7 @@ from infinity.simulate.job import MOST_SEQUENCES, UNKNOWN_BATCH, Batch, most_tok
 from infinity.tiers.open_device import device_kind
 from infinity.tools.plan.data_facts import has_image_records, planned_batch
 from infinity.tools.plan.measure import measure
+from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.model import (
     build_model,
     plan_model,
@@ -77,6 +78,8 @@ def planned_model(
         return model_for(config, shape, is_frozen=is_scored), drives
     job = JobConfig.of(config)
     require_release("transformers", "infinity plan of a file's [model]")
+    if is_denoiser(config):
+        Denoising(job)  # Raises for a pipeline that `infinity train` does not train.
     return model_of_config(job), None
 
 
