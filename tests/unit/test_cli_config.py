@@ -61,6 +61,23 @@ def test_check_prints_every_fault_on_its_line_and_exits_1(bad: Path) -> None:
     assert 'io.thread: unknown key; did you mean "threads"?' in lines[1]
 
 
+def test_check_and_doctor_say_what_train_says_of_a_model_that_is_here(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('[model]\npath = "model.gguf"\n')
+    assert run_command("config", "check", job).exit_code == 0  # It may lie on another machine.
+    (tmp_path / "model.gguf").touch()
+    for command in (("config", "check"), ("doctor",)):
+        result = run_command(*command, job)
+        assert result.exit_code == 1
+        assert "model.gguf is no directory" in result.output.replace("\n", " ")
+        assert "infinity convert" in result.output
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
+    job.write_text('[model]\npath = "model"\n')
+    result = run_command("config", "check", job)
+    assert result.exit_code == 1 and "has neither model.safetensors nor" in result.output
+
+
 def test_check_of_a_missing_file_exits_1_with_its_name(tmp_path: Path) -> None:
     result = run_command("config", "check", tmp_path / "nope.toml")
     assert result.exit_code == 1 and "nope.toml: cannot be read" in result.stderr

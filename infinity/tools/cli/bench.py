@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -294,10 +295,13 @@ def doctor(
         if config is not None
         else {"tiers": {"nvme": [{"path": str(path)} for path in paths or [Path()]]}}
     )
-    from infinity.tools.doctor import examine, worst  # Slow to import.
+    from infinity.tools.cli.config import fault_of_model
+    from infinity.tools.doctor import Finding, examine, worst  # Slow to import.
 
     findings: list[Finding] = []
-    for finding in examine(loaded):
+    fault = fault_of_model(loaded)
+    of_model = [Finding("model", fault).missing("`infinity train` refuses it")] if fault else []
+    for finding in chain(of_model, examine(loaded)):
         findings.append(finding)
         if not is_silent():
             _print(finding)

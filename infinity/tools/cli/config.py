@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from infinity.errors import ConfigError, refusing
+from infinity.errors import ConfigError, InfinityError, refusing
 from infinity.sizes import format_nbytes
 from infinity.tools.cli import print_error
 from infinity.tools.cli.options import arg, flag, note, opt, reply, wants_json
@@ -34,9 +34,9 @@ def check(file: str = _FILE) -> None:
     """Print "ok", or every fault with its position and exit code 1."""
     from infinity.config import InvalidConfigError, SwapConfig
 
-    faults: list[str] = []
     try:
-        SwapConfig.load(file)
+        fault = fault_of_model(SwapConfig.load(file))
+        faults = [f"{file}: {fault}"] if fault else []
     except ConfigError as error:
         faults = (
             [problem.line(error.name) for problem in error.problems]
@@ -49,6 +49,25 @@ def check(file: str = _FILE) -> None:
             print_error(line)
     if faults:
         raise typer.Exit(1)
+
+
+def fault_of_model(config: SwapConfig) -> str:
+    """Returns what `infinity train` says of a model that lies here and that it does not read, else
+    "". One that is not here may be where the file is meant for."""
+    from infinity.config.paths import with_located_model
+
+    model = with_located_model(config).model
+    if model is None or model.path is None or not model.path.exists():
+        return ""
+    from infinity.tools.training.model import plan_model  # Imports torch.
+
+    try:
+        plan = plan_model(model, config.train)
+    except InfinityError as error:
+        return str(error)
+    assert plan.weights is not None
+    plan.weights.close()
+    return ""
 
 
 @app.command()
