@@ -43,7 +43,7 @@ Names = list[str]
 # Of one stored tensor: dtype as safetensors calls it, shape, bytes.
 Stored = tuple[str, tuple[int, ...], torch.Tensor]
 
-_PROJECTIONS = re.compile(r"\.layers\.\d+\..*(_proj|_proj_with_mqa)\.weight$")
+_PROJECTIONS = re.compile(r"\.(?:layers|blocks)\.\d+\..*(_proj|_proj_with_mqa)\.weight$")
 _OF_MLX = re.compile(r"(_proj|embed_tokens|lm_head)\.weight$")
 _EXPERTS = re.compile(r"\.experts\.\d+\..*_proj\.weight$")
 _PACKED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")

@@ -21,6 +21,7 @@ from infinity.tools.serving.export import plan_export
 from infinity.tools.training.merge import plan_merge, read_changes
 from tests.support.exhaustive import sampled
 from tests.support.forked import COMMAND, run_script
+from tests.support.quantized import write_quantized
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -143,6 +144,28 @@ def test_an_adapter_of_the_text_model_is_one_of_the_class(model_type: str, tmp_p
     assert {
         name.replace(".default", "") for name in adapted.state_dict() if "lora_" in name
     } == names
+
+
+@pytest.mark.parametrize("layout", ["int4", "modelopt-nvfp4"])
+def test_a_quantised_kimi_trains_in_place(layout: str, tmp_path: Path) -> None:
+    """With experts as wide as a group of codes; transformers saves its layers as `blocks`."""
+    name, keys = CASES["kimi_k25"]
+    wide = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 8}
+    config = transformers.AutoConfig.for_model(
+        "kimi_k25", **keys | {"text_config": keys["text_config"] | wide}
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config).to(torch.bfloat16)
+    base = tmp_path / "base"
+    write_quantized(model, base, layout)
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    plan = weight_source(base).plan(model)
+    experts = {target for target in plan.view.targets if ".experts." in target}
+    assert experts and experts <= {*plan.stored()}
+    output = trained(base, tmp_path)
+    factors = load_file(output / "adapter_model.safetensors")
+    assert any(bool(value.any()) for name, value in factors.items() if "lora_B" in name)
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
 
 
 def apart(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
