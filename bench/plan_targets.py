@@ -100,10 +100,10 @@ CASES = (
     ),
     *(
         Case(
-            "kimi-k2-int4", machine, tokens, "host", 1.1, ranks=8, nodes=nodes, micro_batch=8,
-            lora=16,
+            "kimi-k2-int4", machine, tokens, "host", 1.1, ranks=8, nodes=nodes,
+            micro_batch=long if tokens > 32 << 10 else 8, lora=16,
         )
-        for machine in ("8xh100-8nvme", "8xh200-8nvme")
+        for machine, long in (("8xh100-8nvme", 2), ("8xh200-8nvme", 4))
         for nodes, tokens in ((1, 32 << 10), (1, 128 << 10), (2, 32 << 10))
     ),
 )  # fmt: skip

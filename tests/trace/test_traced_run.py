@@ -217,7 +217,7 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
     [
         (("out.json", 0, 3), "expected 1 <= FIRST <= LAST"),
         (("out.json", 4, 3), "expected 1 <= FIRST <= LAST"),
-        (("out.json", 6, 9), "never reached: train.steps is 5"),
+        (("out.json", 6, 9), "FIRST at most train.steps, 5"),
         (("nowhere/out.json", 1, 2), "cannot be written"),
         ((".", 1, 2), "cannot be written"),
     ],
@@ -252,7 +252,7 @@ def test_the_trace_commands_read_what_train_wrote(table, tmp_path):
     assert [step["step"] for step in json.loads(done.stdout)] == ["step 2", "step 3"]
 
     done = command("train", str(config), "--trace", str(trace), "--trace-steps", "9")
-    assert done.returncode == 2 and "never reached" in done.stderr
+    assert done.returncode == 2 and "at most train.steps, 5" in done.stderr
     done = command("trace", "summary", str(config))
     assert done.returncode == 2 and "is not a trace" in done.stderr
 

@@ -118,7 +118,7 @@ class Tiers(Section):
         if (device or 0) + (host or 0) > pool_nbytes:
             raise CapacityError(
                 "host", needed_nbytes=(device or 0) + (host or 0), available_nbytes=pool_nbytes,
-                key="tiers.host.capacity or tiers.device.capacity",
+                key="tiers.host.capacity",
                 detail="the device computes in the host's memory, which both share",
             )  # fmt: skip
         if host is None:
