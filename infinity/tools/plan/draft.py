@@ -231,19 +231,23 @@ def fitted_draft(wish: Wish, hardware: Hardware, forecaster: Forecaster) -> tupl
 
 
 def _candidates(wish: Wish, hardware: Hardware) -> Iterator[Draft]:
-    found = [draft(wish, hardware, spills=False)]
+    yield from _plain_candidates(wish, hardware)
+    for has_slices in () if hardware.shares_host_memory else (False, True):
+        for found in _plain_candidates(wish, hardware):
+            yield _for_long_sequences(found, has_slices=has_slices)
+
+
+def _plain_candidates(wish: Wish, hardware: Hardware) -> Iterator[Draft]:
+    yield draft(wish, hardware, spills=False)
     if wish.swap and hardware.nvme is not None:
-        found.append(draft(wish, hardware, spills=True))
+        yield draft(wish, hardware, spills=True)
         if not hardware.shares_host_memory:
-            found.append(draft(wish, hardware, spills=True, inputs_on="nvme"))
+            yield draft(wish, hardware, spills=True, inputs_on="nvme")
         sequences = _batch(wish)[0].sequences
         while sequences > 1:
             sequences //= 2
             smaller = replace(wish, sequences=sequences * wish.num_ranks)
-            found.append(draft(smaller, hardware, spills=True, inputs_on="nvme"))
-    yield from found
-    for has_slices in () if hardware.shares_host_memory else (False, True):
-        yield from (_for_long_sequences(one, has_slices=has_slices) for one in found)
+            yield draft(smaller, hardware, spills=True, inputs_on="nvme")
 
 
 def _for_long_sequences(found: Draft, *, has_slices: bool) -> Draft:
