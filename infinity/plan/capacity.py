@@ -436,7 +436,8 @@ def _said_of_block(
         in_mlps = at_once * _MLP_NBYTES * block.mlp_params / width
         return num_tokens * (_WIDTH_NBYTES * width + _PRODUCT_NBYTES * others / width) + in_mlps
 
-    blocks = (hooked for hooked in model.hooked_modules if hooked.attention_width)
+    blocks = [hooked for hooked in model.hooked_modules if hooked.attention_width]
+    can_slice = batch.mlp_tokens is None and any(block.mlp_params for block in blocks)
     nbytes = max(map(held_nbytes, blocks), default=0)
     # Workspaces for threads of more micro-batches are smaller on other devices.
     one = replace(batch, num_tokens=num_tokens)
@@ -447,7 +448,7 @@ def _said_of_block(
         f"the activations of one block take about {format_nbytes(nbytes)} for a micro-batch, and "
         f"{format_nbytes(free_nbytes)} are free on a device: this batch does not fit; make the "
         "micro-batch, its sequences or tiers.device.capacity smaller"
-        + (", or set train.mlp_tokens" if batch.mlp_tokens is None else "")
+        + (", or set train.mlp_tokens" if can_slice else "")
     ]
 
 

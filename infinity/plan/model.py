@@ -41,6 +41,7 @@ from infinity.plan.shapes import (
     Weight,
     adapter_size,
     gpt_shape,
+    mlp_params_of,
     model_on_meta,
     numel_of,
     refuse_unknown_targets,
@@ -293,6 +294,7 @@ def model_of_module(module: torch.nn.Module, config: SwapConfig, hf_config: Any)
             ModuleWork(
                 tuple(hooked.units), 2 * hidden if hooked.is_block else 0, around[number],
                 multiplies=not is_table, has_backward=not (is_table and is_frozen),
+                mlp_params=mlp_params_of(hooked.module) if hooked.is_block else 0,
             )
         )  # fmt: skip
     every, frozen = [tensor for group in groups for tensor in group.tensors], None

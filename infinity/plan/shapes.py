@@ -288,9 +288,13 @@ def _block_of(layer: nn.Module, config: Any, seen: set[int], where: str) -> Bloc
     top_k = _experts_per_token(layer, config, where) if num_experts else 0
     has_attention = any(_is_attention(name) for name in found)
     width = _attention_width(config) if has_attention else 1
-    mlp_params = sum(p.numel() for mlp in mlps_of(layer).values() for p in mlp.parameters())
     top_k = min(top_k, num_experts)
-    return BlockShape(tuple(found.values()), width, num_experts, top_k, mlp_params)
+    return BlockShape(tuple(found.values()), width, num_experts, top_k, mlp_params_of(layer))
+
+
+def mlp_params_of(block: nn.Module) -> int:
+    """Returns the parameters of a block's MLPs that `slice_mlps` finds."""
+    return sum(p.numel() for mlp in mlps_of(block).values() for p in mlp.parameters())
 
 
 _ONE_EXPERT = re.compile(r"\.\w*experts\.(\d+)\.")

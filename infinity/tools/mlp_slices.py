@@ -37,16 +37,21 @@ def slice_mlps(model: nn.Module, num_tokens: int) -> None:
         raise ConfigError(f"slice_mlps: expected at least one token; got {num_tokens}")
     found = mlps_of(model)
     if not found:
-        raise ConfigError(
-            f"train.mlp_tokens (infinity.slice_mlps): {type(model).__name__} has no MLP that is a "
-            "module, as `LlamaMLP` is; leave it out"
-        )
+        raise without_mlps(type(model).__name__)
     for name in (name for name, mlp in found.items() if "forward" in mlp.__dict__):
         raise UnsupportedError(
             f"{name}: its forward is replaced, perhaps by slices; make slices first, and once"
         )
     for name, mlp in found.items():
         mlp.forward = partial(_in_slices, mlp.forward, num_tokens, partial(_check, mlp, name))
+
+
+def without_mlps(name: str) -> ConfigError:
+    """Returns the error for a model that has nothing to slice."""
+    return ConfigError(
+        f"train.mlp_tokens (infinity.slice_mlps): {name} has no MLP that is a module, as `LlamaMLP` "
+        "is; leave it out"
+    )
 
 
 def _in_slices(

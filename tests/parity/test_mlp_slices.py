@@ -113,6 +113,7 @@ def test_mlps_are_found_by_class_and_routed_experts_are_left() -> None:
         "model.layers.N.mlp", "model.layers.N.mlp.shared_experts",
     }  # fmt: skip
     assert not any(isinstance(mlp, nn.ModuleList) for mlp in found.values())
+    assert not mlps_of(ZOO["gpt_oss"].build(0))  # Its MLP is the router and the experts.
 
 
 class MixingMLP(nn.Module):

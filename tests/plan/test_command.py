@@ -127,6 +127,22 @@ def test_a_long_sequence_fits_a_device_with_its_mlps_in_slices(tmp_path: Path) -
     assert sliced["step_s"] - plain["step_s"] == pytest.approx(more_s, rel=0.05)
 
 
+def test_slices_are_neither_advised_nor_taken_where_all_mlps_are_routed_experts(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "long.toml"
+    file.write_text(
+        "tiers.host.capacity = '100GB'\nschedule.micro_batch = 1\n[adapter]\n[data]\n"
+        f"paths = ['{__file__}']\nsequence_length = 2097152\n[train]\nsteps = 1\nbatch_size = 1\n"
+    )
+    where = (str(file), "--model", "gpt-oss-120b", "--hardware", "1xh200-4nvme", *ONE_WAY)
+    said = plan(*where)
+    assert "the activations of one block take about" in said and "mlp_tokens" not in said
+    refused = RUNNER.invoke(app, ["plan", *where, "--set", "train.mlp_tokens=8192"])
+    assert refused.exit_code == 2
+    assert "gpt-oss-120b has no MLP that is a module" in refused.output
+
+
 def test_a_sweep_of_scores_reads_the_base_once_and_has_no_backward() -> None:
     """Of K2 on one H200 with four drives: 31.7 B parameters multiply each of 131,072 tokens, which
     takes 400 TFLOPS longer than drives of 28 GB/s read 594 GB. So computing is what 6,000 tokens/s

@@ -420,16 +420,20 @@ _MLPS = ("mlp", "feedforward", "ffn", "actdense")
 
 def mlps_of(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the outermost modules, by name, whose class is named as an MLP and whose forward
-    takes one tensor. Routed experts are left out."""
+    takes one tensor. Routed experts are left out, and what contains them."""
     found: dict[str, nn.Module] = {}
     within = "."
     for name, module in model.named_modules():
-        is_routed = any("experts" in part and "shared" not in part for part in name.split("."))
-        if is_routed or name.startswith(within):
+        if _is_routed(name) or name.startswith(within):
             continue
-        if type(module).__name__.lower().endswith(_MLPS) and _takes_one(type(module)):
+        is_mlp = type(module).__name__.lower().endswith(_MLPS) and _takes_one(type(module))
+        if is_mlp and not any(_is_routed(part) for part, _module in module.named_modules()):
             found[name], within = module, f"{name}." if name else ""
     return found
+
+
+def _is_routed(name: str) -> bool:
+    return any("experts" in part and "shared" not in part for part in name.split("."))
 
 
 def _takes_one(kind: type[nn.Module]) -> bool:

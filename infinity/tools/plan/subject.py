@@ -20,6 +20,7 @@ from infinity.plan.predict import Forecast, forecast_again
 from infinity.plan.shapes import scaled_gpt
 from infinity.simulate.job import MOST_SEQUENCES, UNKNOWN_BATCH, Batch, most_tokens
 from infinity.tiers.open_device import device_kind
+from infinity.tools.mlp_slices import without_mlps
 from infinity.tools.plan.data_facts import has_image_records, planned_batch
 from infinity.tools.plan.measure import measure
 from infinity.tools.training.denoising import Denoising
@@ -75,6 +76,9 @@ def planned_model(
     if name is not None or params is not None:
         head = _head_of(config, is_scored=is_scored)
         shape = load_shape(name, *head) if name else scaled_gpt(parse_count(params or ""))
+        is_sliced = config.train is not None and config.train.mlp_tokens is not None
+        if is_sliced and not any(block.mlp_params for block in shape.blocks):
+            raise without_mlps(shape.name)
         return model_for(config, shape, is_frozen=is_scored), drives
     job = JobConfig.of(config)
     require_release("transformers", "infinity plan of a file's [model]")
