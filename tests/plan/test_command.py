@@ -109,6 +109,18 @@ def test_a_batch_that_does_not_fit_is_no_advice() -> None:
     assert "layer inputs take" not in plan(*layers, "placement.activations=nvme")
 
 
+def test_small_moments_are_advised_with_their_gain_where_drives_have_the_moments() -> None:
+    where = ("--hardware", "rtx4090-1nvme", *ONE_WAY)
+    full = ("--model", "llama-3-8b", *where)
+    base = json.loads(plan(*full, "--json"))
+    small = json.loads(plan(*full, "--set", "precision.moments=8bit", "--json"))
+    (ratio,) = (each["ratio"] for each in base["advice"] if "8-bit" in each["change"])
+    assert ratio == pytest.approx(small["tokens_per_s"] / base["tokens_per_s"])
+    saved = 1 - small["answer"]["written_nbytes"] / base["answer"]["written_nbytes"]
+    assert any(f"{saved:.0%} fewer bytes written" in each["change"] for each in base["advice"])
+    assert not any("8-bit" in each["change"] for each in small["advice"])
+
+
 def test_a_long_sequence_fits_a_device_with_its_mlps_in_slices(tmp_path: Path) -> None:
     """Llama 3 8B has 218 M parameters in a block, 176 M of them in the MLP, whose forward is one of
     four passes more."""

@@ -16,9 +16,11 @@ from infinity.plan.hardware import Hardware, Nvme
 from infinity.plan.layout import PlannedModel
 from infinity.plan.predict import Forecast, forecast_again, is_tight_again
 from infinity.simulate.job import Batch
+from infinity.simulate.log import WRITE
 from infinity.simulate.update_device import Place
 from infinity.sizes import format_nbytes
 from infinity.state.tiles import limits
+from infinity.state.units import moments_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ def advise(config: SwapConfig, model: PlannedModel, base: Forecast) -> list[Advi
         other = _forecast_of(case, model, base)
         if other is not None and not other.obstacles:  # A batch that does not fit is no advice.
             found.append(Advice(change, other.tokens_per_s / base.tokens_per_s))
-    found += _tiles(config, model, base)
+    found += [*_tiles(config, model, base), *_small_moments(config, model, base)]
     return sorted(found, key=lambda advice: -advice.ratio)
 
 
@@ -75,6 +77,24 @@ def _tiles(config: SwapConfig, model: PlannedModel, base: Forecast) -> Iterator[
             change = f"tiles of {size}, so that memory keeps something (schedule.tile)"
             yield Advice(change, other.tokens_per_s / base.tokens_per_s)
             return
+
+
+def _small_moments(config: SwapConfig, model: PlannedModel, base: Forecast) -> Iterator[Advice]:
+    """Yields 8-bit moments where moments of all weights rest on drives, with what that saves of
+    the drives' endurance."""
+    written_nbytes = base.step.moved_nbytes.get(WRITE, 0)
+    is_on_drives = base.placed_nbytes.get("moments", {}).get("nvme", 0) > 0
+    is_small = config.precision.moments == "8bit"
+    if model.frozen is not None or is_small or not is_on_drives or not written_nbytes:
+        return
+    small = changed(config, {"precision.moments": "8bit"})
+    rounded = replace(model, moments=moments_of(small.optimizer, small.precision))
+    other = _forecast_of((small, base.hardware, base.batch), rounded, base)
+    if other is not None and not other.obstacles:
+        share = other.step.moved_nbytes.get(WRITE, 0) / written_nbytes
+        change = f"8-bit moments, which are rounded, and {1 - share:.0%} fewer bytes written"
+        ratio = other.tokens_per_s / base.tokens_per_s
+        yield Advice(f"{change} (precision.moments)", ratio)
 
 
 def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
