@@ -248,13 +248,21 @@ int Window::map(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nbyte
       overlaps(mapped_, window_offset_nbytes, nbytes)) {
     return EBUSY;
   }
-  const int code =
-      move_pages(arena.address_ + arena_offset_nbytes, nbytes, address_ + window_offset_nbytes);
-  if (code != 0) return code;
-  if (const int left = reserve_again(arena.address_ + arena_offset_nbytes, nbytes)) return left;
+  // Recorded before they move: pages that nobody knows would be lost to the next move.
   arena.away_.emplace(arena_offset_nbytes, nbytes);
   mapped_.emplace(window_offset_nbytes, Mapped{nbytes, &arena, arena_offset_nbytes});
-  return 0;
+  const std::uintptr_t home = arena.address_ + arena_offset_nbytes;
+  const std::uintptr_t place = address_ + window_offset_nbytes;
+  int code = move_pages(home, nbytes, place);
+  if (code == 0) {
+    code = reserve_again(home, nbytes);
+    // If they cannot go back, they stay recorded, so that moving them once more is refused.
+    if (code == 0 || move_pages(place, nbytes, home) != 0) return code;
+    static_cast<void>(empty(window_offset_nbytes, nbytes));
+  }
+  mapped_.erase(window_offset_nbytes);
+  arena.away_.erase(arena_offset_nbytes);
+  return code;
 }
 
 int Window::unmap(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nbytes,
@@ -264,10 +272,14 @@ int Window::unmap(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nby
       mapped->second.arena != &arena || mapped->second.arena_offset_nbytes != arena_offset_nbytes) {
     return ENOENT;
   }
-  const int code =
-      move_pages(address_ + window_offset_nbytes, nbytes, arena.address_ + arena_offset_nbytes);
-  if (code != 0) return code;
-  if (const int left = empty(window_offset_nbytes, nbytes)) return left;
+  const std::uintptr_t home = arena.address_ + arena_offset_nbytes;
+  const std::uintptr_t place = address_ + window_offset_nbytes;
+  if (const int code = move_pages(place, nbytes, home)) return code;
+  const int code = empty(window_offset_nbytes, nbytes);
+  if (code != 0 && move_pages(home, nbytes, place) == 0) {
+    static_cast<void>(reserve_again(home, nbytes));
+    return code;  // All is as before; or else the pages are home, which is what was asked for.
+  }
   mapped_.erase(mapped);
   arena.away_.erase(arena_offset_nbytes);
   return 0;

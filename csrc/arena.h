@@ -89,7 +89,7 @@ class Window {
 
   // Each returns 0 or an errno: ERANGE for offsets or lengths that are not multiples of kPageNbytes
   // or not in range, EBUSY for a range that is mapped or away already, ENOENT for an unmap() that
-  // does not repeat the arguments of a map().
+  // does not repeat the arguments of a map(). After an error, pages are where they were.
   [[nodiscard]] int open(std::size_t capacity_nbytes) noexcept;
   [[nodiscard]] int map(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nbytes,
                         std::size_t window_offset_nbytes);

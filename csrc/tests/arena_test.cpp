@@ -16,7 +16,20 @@ constexpr std::size_t kMiB = std::size_t{1} << 20;
 
 unsigned char* at(std::uintptr_t address) { return reinterpret_cast<unsigned char*>(address); }
 
+int num_failing = 0;  // Of the next calls of mmap.
+
 }  // namespace
+
+extern "C" {
+void* __real_mmap(void*, std::size_t, int, int, int, off_t);
+
+void* __wrap_mmap(void* start, std::size_t nbytes, int protection, int flags, int file, off_t from) {
+  if (num_failing == 0) return __real_mmap(start, nbytes, protection, flags, file, from);
+  --num_failing;
+  errno = ENOMEM;
+  return MAP_FAILED;
+}
+}
 
 TEST(ArenaIsAlignedZeroedAndWritable) {
   Arena arena;
@@ -83,6 +96,26 @@ TEST(ImpossibleMovesAreRefusedAndChangeNothing) {
   CHECK(window.unmap(arena, 0, kMiB, 0) == ENOENT);
   CHECK(window.unmap(arena, 0, 2 * kMiB, 0) == 0);
   CHECK(at(arena.address())[0] == 7);
+}
+
+TEST(PagesAreWhereTheyWereAfterAMoveThatFailed) {
+  if (!can_remap()) return;
+  Arena arena;
+  Window window;
+  CHECK(arena.open(4 * kMiB, true, 1) == 0 && window.open(4 * kMiB) == 0);
+  std::memset(at(arena.address()), 7, 4 * kMiB);
+  num_failing = 1;  // What reserves the arena's addresses.
+  CHECK(window.map(arena, 0, 2 * kMiB, 0) == ENOMEM && num_failing == 0);
+  CHECK(at(arena.address())[0] == 7 && at(arena.address())[2 * kMiB - 1] == 7);
+  CHECK(at(window.address())[0] == 0xFF);
+  CHECK(window.map(arena, 0, 2 * kMiB, 0) == 0);
+  CHECK(at(window.address())[0] == 7);
+  num_failing = 2;  // Poison, and the addresses without access that would do as well.
+  CHECK(window.unmap(arena, 0, 2 * kMiB, 0) == ENOMEM && num_failing == 0);
+  CHECK(at(window.address())[0] == 7 && at(window.address())[2 * kMiB - 1] == 7);
+  CHECK(window.map(arena, 0, 2 * kMiB, 2 * kMiB) == EBUSY);
+  CHECK(window.unmap(arena, 0, 2 * kMiB, 0) == 0);
+  CHECK(at(arena.address())[0] == 7 && at(window.address())[0] == 0xFF);
 }
 
 TEST(WindowWithoutPagesReadsAsPoison) {

@@ -49,8 +49,8 @@ def slice_mlps(model: nn.Module, num_tokens: int) -> None:
 def without_mlps(name: str) -> ConfigError:
     """Returns the error for a model that has nothing to slice."""
     return ConfigError(
-        f"train.mlp_tokens (infinity.slice_mlps): {name} has no MLP that is a module, as `LlamaMLP` "
-        "is; leave it out"
+        f"train.mlp_tokens (infinity.slice_mlps): {name} has no MLP that is a module, as "
+        "`LlamaMLP` is; leave it out"
     )
 
 
