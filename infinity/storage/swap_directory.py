@@ -135,22 +135,27 @@ class SwapDirectory:
         return sum(os.fstat(fd).st_blocks * 512 for fd in self._fds) if self.adopted_nbytes else 0
 
     @contextlib.contextmanager
-    def scratch(self, nbytes: int) -> Iterator[None]:
-        """Grows the empty file to this length for a measurement, and truncates it afterwards. No
-        request may be in flight at the end. Only before the first `grow`."""
-        assert self.size_nbytes == 0 and not any(self._adopted_sizes)
-        self.grow(nbytes)
+    def scratch(self, nbytes: int) -> Iterator[int]:
+        """Grows the file of generation 0 for a measurement, and truncates it afterwards. Yields
+        where the new bytes are. No request may be in flight at the end."""
+        end_nbytes = self._end_nbytes
+        start_nbytes = align_up(end_nbytes, PAGE_NBYTES)
         try:
-            yield
+            with reporting("fallocate", self.swap_path, start_nbytes, nbytes):
+                _allocate(self._fds[0], start_nbytes, nbytes, adopted_nbytes=start_nbytes)
+            yield start_nbytes
         finally:
-            for fd in self._fds:
-                os.ftruncate(fd, 0)
-            self.size_nbytes = self.taken_nbytes = 0
+            os.ftruncate(self._fds[0], end_nbytes)
+
+    @property
+    def _end_nbytes(self) -> int:
+        """The length of the file of generation 0."""
+        return max(self.size_nbytes, self._adopted_sizes[0])
 
     def refusal_of_direct_io(self) -> str | None:
         """Tries direct I/O in units of 4096 bytes behind the end of the file. Returns None if it
         works, else the reason."""
-        end_nbytes = max(self.size_nbytes, self._adopted_sizes[0])
+        end_nbytes = self._end_nbytes
         try:
             fd = os.open(self.swap_path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW)
         except OSError as error:

@@ -105,8 +105,8 @@ def find_weights(paths: Sequence[OpenPath], engine: StorageEngine) -> tuple[floa
 def _weight_of(path: OpenPath, engine: StorageEngine) -> float:
     if path.path.weight is not None:
         return path.path.weight
-    with path.directory.scratch(SAMPLE_NBYTES):
-        weight = measure_bandwidth(engine, path.files[0]) / 1e9
+    with path.directory.scratch(SAMPLE_NBYTES) as start_nbytes:
+        weight = measure_bandwidth(engine, path.files[0], start_nbytes) / 1e9
     _log.info("swap path %r moves %.2f GB/s", path.directory.path, weight)
     return weight
 
@@ -213,14 +213,14 @@ SAMPLE_NBYTES = 32 * MIB
 _NUM_ROUNDS = 2
 
 
-def measure_bandwidth(engine: StorageEngine, file: int) -> float:
-    """Bytes per second of writing and reading the first 32 MiB of a file, better of two rounds.
+def measure_bandwidth(engine: StorageEngine, file: int, start_nbytes: int = 0) -> float:
+    """Bytes per second of writing and reading 32 MiB of a file, better of two rounds.
 
-    The file must have that length; its content is lost. Raises StorageError.
+    The file must be so long; what is there is lost. Raises StorageError.
     """
     with mmap.mmap(-1, SAMPLE_NBYTES) as memory:
         anchor = ctypes.c_char.from_buffer(memory)
-        sample = [Segment(file, 0, ctypes.addressof(anchor), SAMPLE_NBYTES)]
+        sample = [Segment(file, start_nbytes, ctypes.addressof(anchor), SAMPLE_NBYTES)]
         try:
             # Not counted: extents that were never written are slow to write.
             engine.submit("write", sample, Priority.STATE).wait()

@@ -12,20 +12,26 @@ import pytest
 
 import infinity
 from infinity.errors import CorruptionError
+from infinity.storage import volume_paths
+from infinity.storage.volume_paths import measure_bandwidth
 from infinity.testing import SimulatedDevice
 from tests.support.bits import assert_same
 from tests.support.exhaustive import in_turn
 from tests.support.forked import context
 
 from .harness import Run, durable, flip, is_intact, run, table
-from .killed_run import ROOM, section, train
+from .killed_run import ROOM, section, train, two_drives
 
 MIXED = {"parameters": "nvme", "moments": ["host", "nvme"], "master": "host", "gradients": "nvme"}
 
 
-def killed(directory: Path, *, kind: str = "bf16", steps: int = 4, placement: Any = "nvme") -> None:
+def killed(
+    directory: Path, *, kind: str = "bf16", steps: int = 4, placement: Any = "nvme", **options: Any
+) -> None:
     """Leaves in a directory what `killed_run` states."""
-    process = context().Process(target=train, args=(directory, kind, steps, placement))
+    process = context().Process(
+        target=train, args=(directory, kind, steps, placement), kwargs=options
+    )
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -114,6 +120,32 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_own(tmp_path, device):
         again = each.steps(2, 5), each.state()
         assert first[0] == again[0]
         assert_same(first[1], again[1])
+
+
+@pytest.mark.parametrize(("capacity", "is_measured"), [(ROOM, False), ("64MiB", True)])
+def test_a_run_on_several_drives_continues_in_its_files(
+    tmp_path, monkeypatch, capacity, is_measured
+):
+    """Their rates are measured behind the ends of the files, and other rates are another layout."""
+    tiers = two_drives(tmp_path, capacity)
+    killed(tmp_path, tiers=tiers)
+    measured: list[float] = []
+
+    def measure(engine: Any, file: int, start_nbytes: int) -> float:
+        measured.append(measure_bandwidth(engine, file, start_nbytes))
+        return 1e9 * 3 ** len(measured)
+
+    monkeypatch.setattr(volume_paths, "measure_bandwidth", measure)
+    drives = [tmp_path / "swap", tmp_path / "swap-2"]
+    left = [sorted(drive.glob("*.swap")) for drive in drives]
+    with resumed(tmp_path, tiers=tiers) as each:
+        assert [sorted(drive.glob("*.swap")) for drive in drives] == left and all(left)
+        assert bool(measured) == is_measured
+        assert each.load(commits(tmp_path)).step == 4
+        got = each.steps(4, 7), each.state()
+    wanted = expected(tmp_path, "bf16", 4, 7)
+    assert got[0] == wanted[0]
+    assert_same(wanted[1], got[1])
 
 
 # What is not taken over is streamed, with the same result.

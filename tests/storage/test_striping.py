@@ -214,7 +214,7 @@ def test_processes_that_share_drives_measure_them_one_after_the_other(
     """Two at once would find a part of each drive."""
     inside, most = [], []
 
-    def measure(engine: object, file: int) -> float:
+    def measure(engine: object, file: int, start_nbytes: int) -> float:
         inside.append(file)
         most.append(len(inside))
         time.sleep(0.02)

@@ -320,8 +320,7 @@ def _stale_files(
 ) -> tuple[dict[str, str], dict[Inode, str], int] | None:
     """Returns (ended job by swap directory, path of every swap file that the jobs left, the most
     spare generations of a job). Early updates may have had one more than commits need."""
-    is_measured = len(tiers) > 1 and any(tier.weight == "auto" for tier in tiers)
-    if not num_spares or is_measured:  # A measurement of a path writes to its file.
+    if not num_spares:
         return None
     jobs: dict[str, str] = {}
     swap_files: dict[Inode, str] = {}

@@ -253,15 +253,19 @@ class PartialGradients:
         assert self._volume is not None and self._scratch is not None
         scratch = self._scratch.take(nbytes)
         memory = self._host.tensor(window).numpy().data
-        for start, part_nbytes in _parts(nbytes, window):
-            fill(memory[:part_nbytes])
-            self._volume.write(
-                scratch.extents,
-                offset_nbytes=start,
-                nbytes=align_up(part_nbytes, PAGE_NBYTES),
-                address=window.address,
-                priority=Priority.WRITE_BACK,
-            ).wait()
+        try:
+            for start, part_nbytes in _parts(nbytes, window):
+                fill(memory[:part_nbytes])
+                self._volume.write(
+                    scratch.extents,
+                    offset_nbytes=start,
+                    nbytes=align_up(part_nbytes, PAGE_NBYTES),
+                    address=window.address,
+                    priority=Priority.WRITE_BACK,
+                ).wait()
+        except BaseException:
+            self._scratch.give_back(scratch)
+            raise
         self._counters.add("ranks_reduce_buffer_spilled_nbytes", nbytes)
         return scratch
 
