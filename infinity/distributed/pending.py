@@ -130,12 +130,13 @@ class PendingShards:
 
     def is_pending(self, shard: int) -> bool:
         """Whether the shard awaits its update."""
-        return shard in self._order
+        return shard in self._order  # GIL: one look-up. Only the training thread adds.
 
     def is_read(self, shard: int) -> bool:
         """Whether the thread may read gradients of the shard: it awaits its update, or is early and
         not DONE."""
-        return shard in self._order or shard in self._early or shard in self._stale
+        with self._changed:  # `add` moves shards between them.
+            return shard in self._order or shard in self._early or shard in self._stale
 
     def note_change(self, shard: int) -> None:
         """The shard's weights are about to be set, or were set: an early update that has begun is
@@ -145,16 +146,17 @@ class PendingShards:
 
     def num_changes(self, shard: int) -> int:
         """Returns how often `note_change` was called."""
-        return self._num_changes[shard]
+        with self._changed:
+            return self._num_changes[shard]
 
     def check(self) -> None:
         """Raises InfinityError if an update has failed."""
-        if self._failure is not None:
+        if self._failure is not None:  # GIL: set once, and never changed.
             raise self._error()
 
     def await_update(self, shard: int) -> None:
         """Waits until the shard is updated. Raises InfinityError if it will never be."""
-        if shard not in self._order:
+        if shard not in self._order:  # GIL: as in `is_pending`. Most uses find nothing pending.
             return
         with self._changed:
             self._wanted.append(shard)
@@ -251,6 +253,7 @@ class PendingShards:
 
     def goes_on(self, shard: int) -> bool:
         """Whether an early update is still wanted."""
+        # GIL: two single reads. A shard that is withdrawn after them is waited for.
         return shard not in self._stale and not self._is_closed
 
     def note_dropped(self, shards: Iterable[int]) -> None:

@@ -82,7 +82,8 @@ class HostPool:
 
     @property
     def free_nbytes(self) -> int:
-        """The bytes that are not lent."""
+        """The bytes that are not lent. Any thread."""
+        # GIL: a number of a moment, by which nobody takes memory: `allocate` decides, locked.
         return self._ranges.free_nbytes
 
     @property

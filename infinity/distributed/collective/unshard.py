@@ -29,7 +29,7 @@ _MOST_GIVEN = 3  # All-gathers of stand-ins under way: each keeps a copy of its 
 
 
 class AllGather:
-    """One unit's weights on their way from all ranks; a `streaming.weight_provider.Arrival`."""
+    """One unit's weights on their way from all ranks; an `Arrival`."""
 
     arrival: Copy = FINISHED
     departure: Copy = FINISHED

@@ -16,8 +16,8 @@ Lend = Callable[[int], bool]
 class GradientSink(Protocol):
     """Takes the gradients of the model's units, and keeps them until the step and after it.
 
-    Local: `GradientStore`. Over ranks: `distributed.reduce.DistributedGradients`. Called under the
-    engine's lock.
+    Local: `GradientStore`. Over ranks: `distributed.sums.reduce.DistributedGradients`. Called
+    under the engine's lock.
     """
 
     norms: CompleteSums  # Has the norms of complete sums computed.

@@ -288,7 +288,8 @@ class GradientStore(GradientSink):
 
     def reclaim(self, *, waits: bool = True) -> bool:
         """Frees the staging blocks, a block of sums that are measured, or a block of sums, waiting
-        for its write. False when there is none. Without `waits`: see `GradientSink`."""
+        for its write; without `waits` only a block whose sum nobody needs. False when there is
+        none."""
         if not waits:
             return self.in_blocks.give_back_forgotten(self.leaving.units)
         if self.leaving.num_additions:

@@ -103,7 +103,7 @@ class UpdateWorker:
 
     def refuse_failed(self) -> None:
         """Raises what the last turn has raised."""
-        if self._failure is not None:
+        if self._failure is not None:  # GIL: the thread sets it once.
             raise self._failure
 
     def close(self) -> None:
