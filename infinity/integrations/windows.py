@@ -230,7 +230,8 @@ class LayerMajorSteps(RolloutSteps):
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """Keeps the window that begins. Its gradients are complete at its first `training_step`."""
-        found = super().get_batch_samples(*args, **options)
+        with engine_of(self.model).counters.timed("data_wait_s", "the batches are made"):
+            found = super().get_batch_samples(*args, **options)
         is_worth_it = self._is_worth_it()
         if is_worth_it and self._tried is not None and self._tried != _settings(self.model):
             self.is_asked_for = False  # The model is another than that which was looked at.

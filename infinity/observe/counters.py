@@ -9,6 +9,7 @@ Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only g
   activation_in_nbytes, activation_out_nbytes  saved layer inputs: copied to the device, and from it
   read_wait_s, write_wait_s, copy_wait_s     time the training thread waited for a transfer
   ranks_wait_s                               the same, for other ranks
+  data_wait_s                                time in which a Trainer made the batches of steps
   decode_s                                   making weights of stored bytes, on the host
   update_s                                   arithmetic of the optimizer, waits not counted
   early_updates_kept, early_updates_undone   units updated in the backward: kept by the step, or not
@@ -50,6 +51,7 @@ _TRACKS = {
     "write_wait_s": Track.STALLS,
     "copy_wait_s": Track.STALLS,
     "ranks_wait_s": Track.STALLS,
+    "data_wait_s": Track.STALLS,
     "update_s": Track.UPDATES,
     "decode_s": Track.STALLS,
 }

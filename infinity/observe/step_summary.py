@@ -69,7 +69,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """One step. `other_s` is time of the thread on no track: data, loss, norms, logging."""
+    """One step. `other_s` is time of the thread on no track: loss, norms, logging."""
 
     step: str
     start_ns: int

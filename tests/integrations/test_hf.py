@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,21 @@ def test_the_trainer_may_be_given_the_optimizer(tmp_path: Path) -> None:
     prepare_trainer(trainer).train()
     assert trainer.optimizer is optimizer and history(trainer)[0]["learning_rate"] == 1.5e-3
     infinity.engine_of(model).close()
+
+
+class SlowTokens(Tokens):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+def test_time_that_data_take_has_a_counter(tmp_path: Path) -> None:
+    engine = infinity.engine_of(model := infinity.offload(make_model(), swap(tmp_path)))
+    args = arguments(tmp_path / "out", eval_strategy="no", max_steps=2)
+    trainer = prepare_trainer(Trainer(model=model, args=args, train_dataset=SlowTokens(8, 1)))
+    trainer.train()
+    assert engine.counters.snapshot()["data_wait_s"] > 2 * 4 * 0.05
+    engine.close()
 
 
 def test_prepare_offloads_with_a_configuration(tmp_path: Path) -> None:

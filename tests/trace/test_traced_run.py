@@ -117,7 +117,9 @@ def test_stalls_and_updates_are_the_seconds_of_the_counters(traced):
     steps = summarize(chrome.read(path))
     assert [step.step for step in steps] == ["step 2", "step 3", "step 4"]
     for step, line in zip(steps, metrics[1:4], strict=True):
-        waited_s = sum(line[f"{what}_wait_s"] for what in ("read", "write", "copy", "ranks"))
+        waited_s = sum(
+            line[f"{what}_wait_s"] for what in ("read", "write", "copy", "ranks", "data")
+        )
         assert step.stall_s == pytest.approx(waited_s, abs=1e-6)
         updates_s = {use.track: use.busy_s for use in step.tracks}.get("updates", 0.0)
         assert updates_s == pytest.approx(line["update_s"], abs=1e-6) and line["update_s"] > 0

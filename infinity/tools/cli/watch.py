@@ -27,7 +27,8 @@ _LONGEST_EXPORT_S = 3600  # After the last step.
 _AT_THE_END = ("checkpoint", "export_directory", "interrupted_by", "stopped_early", "best_step",
                "sample", "lost")  # fmt: skip
 _OTHER = {"drives": ("read_wait_s", "write_wait_s"), "link": ("copy_wait_s",),
-          "other ranks": ("ranks_wait_s",), "update": ("update_s",)}  # fmt: skip
+          "other ranks": ("ranks_wait_s",), "data": ("data_wait_s",),
+          "update": ("update_s",)}  # fmt: skip
 
 
 def watch(

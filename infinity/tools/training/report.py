@@ -40,7 +40,7 @@ LINKS = {
     "device_in_nbytes": "host to device",
     "device_out_nbytes": "device to host",
 }
-WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s", "ranks_wait_s")
+WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s", "ranks_wait_s", "data_wait_s")
 _SUMMED = (*LINKS, *WAITS, "update_s", "num_tokens")
 _NUMBERS = {*_SUMMED, "elapsed_s", "tokens_per_s", "learning_rate", "host_in_use_nbytes",
             "peak_rss_nbytes", "steps"}  # fmt: skip
@@ -59,6 +59,7 @@ _STEP_TIMES = {
     "write_wait_s": "writes",
     "copy_wait_s": "copies",
     "ranks_wait_s": "waiting for other ranks",
+    "data_wait_s": "making batches",
 }
 _PHASES = (
     "setup_s", "steps_s", "evaluation_s", "commit_s", "checkpoint_s", "export_s", "sample_s",
@@ -323,6 +324,7 @@ class Summary:
 def summary_of(lines: Sequence[Line]) -> Summary:
     """Returns the summary of a run's lines; the pace is that of the newest start. Raises
     MalformedError for a line of another program."""
+    lines = [{"data_wait_s": 0.0} | line for line in lines]  # It came later than other waits.
     last: Line = lines[-1] if lines else {}
     for line in lines:
         known = {"steps": 0, **line, **{key: 0 for key in _OR_NULL if line.get(key, 0) is None}}
