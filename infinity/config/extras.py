@@ -6,12 +6,15 @@ import functools
 import logging
 import re
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 
 from infinity.errors import ConfigError
 
 _log = logging.getLogger("infinity")
+
+version = functools.cache(metadata.version)  # It parses a file of a thousand lines.
 
 
 @dataclass(frozen=True, slots=True)

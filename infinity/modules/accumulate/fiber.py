@@ -347,8 +347,10 @@ class Random:
         seeds = [int(torch.randint(2**62, (), device="cpu")) for _ in range(count - 1)]
         states = [kept][:count]
         of_device = 0 if self._device is None else _number_of(kept[3])
+        # `torch.manual_seed` keeps a traceback for each kind of device that is not there.
+        seed_all = torch.default_generator.manual_seed if self._device is None else torch.manual_seed
         for seed in seeds:
-            torch.manual_seed(seed ^ of_device)
+            seed_all(seed ^ of_device)
             random.seed(seed)
             numpy.random.seed(seed % 2**32)
             states.append(self.state())
