@@ -50,7 +50,16 @@ def _freeze() -> None:
     _num_frozen_modules = len(sys.modules)
 
 
+def _name_data_sets_by_chance() -> None:
+    """`datasets` names what `map` makes by a hash of its function with all that this holds: a tenth
+    of the time of a test that trains on records, for a cache that nothing here reads."""
+    for name in ("datasets.fingerprint", "datasets.arrow_dataset"):
+        if name in sys.modules:
+            setattr(sys.modules[name], "update_fingerprint", lambda *_: os.urandom(8).hex())
+
+
 def pytest_collection_finish() -> None:
+    _name_data_sets_by_chance()
     _freeze()
     gc.enable()
 
@@ -58,6 +67,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_logfinish() -> None:
     """Tests import most of torch, transformers and the package, when the first of them needs it."""
     if len(sys.modules) >= _num_frozen_modules + _MODULES_TO_FREEZE:
+        _name_data_sets_by_chance()
         _freeze()
 
 
