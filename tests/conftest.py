@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.exhaustive import thin
+
 # The same examples every time, on machines of every speed; `--hypothesis-profile=search` looks for
 # others.
 settings.register_profile(
@@ -55,7 +57,12 @@ def _name_data_sets_by_chance() -> None:
     of the time of a test that trains on records, for a cache that nothing here reads."""
     for name in ("datasets.fingerprint", "datasets.arrow_dataset"):
         if name in sys.modules:
-            setattr(sys.modules[name], "update_fingerprint", lambda *_: os.urandom(8).hex())
+            vars(sys.modules[name])["update_fingerprint"] = lambda *_: os.urandom(8).hex()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thin(item for item in items if "gpu" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:

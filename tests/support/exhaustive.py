@@ -2,11 +2,14 @@
 
 Some claims are shown for products of many properties. `make test` takes enough cases to show each
 property, and each pair of properties where pairs are what may fail; `make exhaustive` takes all.
+Of a product of decorators and parametrized fixtures the cases are chosen here, of a list in its test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any, TypeVar
 
@@ -64,3 +67,37 @@ def covering(properties: Mapping[str, Sequence[Any]], strength: int = 2) -> list
             del missing[key]
         cases.append({name: case[name] for name in properties})
     return cases
+
+
+def thin(items: Iterable[pytest.Item]) -> None:
+    """Marks what `make test` leaves out of the products of decorators and of parametrized fixtures: of
+    two, it takes cases with all values of both; of more, cases with all pairs of values."""
+    cases = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
+            cases[item.parent, item.nodeid.partition("[")[0]].append(item)
+    for ways in cases.values():
+        found = [_factors(item) for item in ways]
+        count = len(found[0])
+        if count < 2:
+            continue
+        kinds = [set(combinations(factors, 1 if count == 2 else 2)) for factors in found]
+        missing = set().union(*kinds)
+        kept = set()
+        while missing:
+            kept.add(best := max(range(len(ways)), key=lambda at: len(kinds[at] & missing)))
+            missing -= kinds[best]
+        for at, item in enumerate(ways):
+            if at not in kept:
+                item.add_marker("exhaustive")
+
+
+def _factors(item: Any) -> list[Hashable]:
+    """The values of a case by the decorator or the fixture that they are from."""
+    values = dict(item.callspec.params)
+    found: list[Hashable] = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        names = re.split(r"[, ]+", names) if isinstance(names, str) else names
+        found.append(tuple((name, id(values.pop(name))) for name in names if name in values))
+    return found + [(name, id(value)) for name, value in values.items()]
