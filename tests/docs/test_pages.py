@@ -24,6 +24,7 @@ import infinity
 from infinity import checkpoint, errors
 from infinity.config import SwapConfig
 from infinity.tools.cli import app
+from infinity.tools.plan import rehearsal
 from tests.support.measuring import measure_briefly
 
 ROOT = Path(__file__).parents[2]
@@ -174,6 +175,7 @@ def test_the_tutorial_runs_as_it_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     measure_briefly(monkeypatch)
+    monkeypatch.setattr(rehearsal, "_LONG_S", 0.2)  # A step of few tokens tells enough.
     shutil.copytree(
         ROOT / "examples",
         tmp_path / "examples",

@@ -14,3 +14,4 @@ def measure_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_LEAST_S", 0.01)
     monkeypatch.setattr(measure, "_LONG_S", 0.1)
     monkeypatch.setattr(rehearsal, "_LEAST_S", 0.0)
+    monkeypatch.setattr(rehearsal, "_LEAST_STEPS", 2)
