@@ -18,6 +18,7 @@ import transformers
 from infinity.errors import ConfigError
 from infinity.plan.directory import ModelDirectory, read_directory
 from infinity.plan.shapes import numel_of
+from tests.support.exhaustive import first_of_each
 
 FILE = Path(__file__).parent / "data/published.json"
 PUBLISHED: dict[str, list[dict[str, Any]]] = json.loads(FILE.read_text())
@@ -32,7 +33,16 @@ def planned(facts: dict[str, Any], directory: Path, names: list[str]) -> ModelDi
     return read_directory(directory)
 
 
-@pytest.mark.parametrize("facts", PUBLISHED["counted"], ids=lambda facts: facts["name"])
+def kind_of(facts: dict[str, Any]) -> tuple[object, ...]:
+    """What a size follows from: the architecture, and the format of the weights."""
+    config = facts["config"]
+    quantised = config.get("quantization_config", {})
+    return config["model_type"], quantised.get("quant_method"), "quantization" in config
+
+
+@pytest.mark.parametrize(
+    "facts", first_of_each(PUBLISHED["counted"], kind_of), ids=lambda facts: facts["name"]
+)
 def test_a_plan_has_the_published_size(facts: dict[str, Any], tmp_path: Path) -> None:
     plain = {k: v for k, v in facts["config"].items() if "quantization" not in k}
     kind = getattr(transformers, facts.get("class", plain["architectures"][0]))

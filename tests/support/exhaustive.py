@@ -31,6 +31,12 @@ def sampled(cases: Iterable[T], is_kept: Callable[[T], bool]) -> list[Any]:
     ]
 
 
+def first_of_each(cases: Sequence[T], kind: Callable[[T], Hashable]) -> list[Any]:
+    """Returns the cases; the first one of each kind is kept."""
+    kept = {kind(case): case for case in reversed(cases)}
+    return sampled(cases, lambda case: kept[kind(case)] is case)
+
+
 def in_turn(names: Iterable[str], ways: Sequence[Any]) -> list[Any]:
     """Returns each name with each way. A name is kept with one way: the ways come in turn."""
     chosen = {name: ways[index % len(ways)] for index, name in enumerate(names)}

@@ -186,14 +186,17 @@ def plain(
     [
         ("grpo", True, {"beta": 0.1}),
         ("grpo", False, {"is_chat": True}),
-        ("grpo", False, {"beta": 0.1}),
+        pytest.param("grpo", False, {"beta": 0.1}, marks=pytest.mark.exhaustive),
         ("rloo", True, {"beta": 0.1}),
         ("grpo", True, {"reward_model": "../judge", "rewards": []}),
-        ("grpo", True, {"reward_model": "../adapter", "rewards": [], "beta": 0.1}),
+        pytest.param(
+            "grpo", True, {"reward_model": "../adapter", "rewards": [], "beta": 0.1},
+            marks=pytest.mark.exhaustive,
+        ),
         ("rloo", True, {"reward_model": "../adapter", "beta": 0.1, "is_chat": True}),
         ("grpo", True, {"reward_model": "../adapter", "rewards": []}),
     ],
-)
+)  # fmt: skip
 def test_a_run_is_that_of_plain_trl(
     method: str, lora: bool, options: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
