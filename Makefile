@@ -17,9 +17,10 @@ demo:
 	scripts/setup.sh hf
 	.venv/bin/infinity train examples/demo.toml
 
-# Four workers on two cores: tests wait for the drive, and for ranks and runs that they start.
+# Three workers on two cores: tests wait for the drive, and for ranks and runs that they start. A worker
+# takes half a minute of a core before its first test.
 test: setup
-	$(PYTHON) -m pytest -n 4 --dist worksteal --durations=25
+	$(PYTHON) -m pytest -n 3 --dist worksteal --durations=25
 
 # The suite with all cases of its large products: before a release, and after a change of what they
 # are about.

@@ -348,7 +348,9 @@ class Random:
         states = [kept][:count]
         of_device = 0 if self._device is None else _number_of(kept[3])
         # `torch.manual_seed` keeps a traceback for each kind of device that is not there.
-        seed_all = torch.default_generator.manual_seed if self._device is None else torch.manual_seed
+        seed_all = (
+            torch.default_generator.manual_seed if self._device is None else torch.manual_seed
+        )
         for seed in seeds:
             seed_all(seed ^ of_device)
             random.seed(seed)
