@@ -85,10 +85,10 @@ update::GradientFormat format_of(bool is_bf16) {
   return is_bf16 ? update::GradientFormat::kBf16 : update::GradientFormat::kFp32;
 }
 
-std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& tuples,
-                    const std::vector<float>& coefficients, bool is_split, bool is_gradient_bf16,
-                    bool is_8bit, float gradient_scale, std::size_t num_threads,
-                    const std::string& simd, const std::vector<PageDigests*>& digests) {
+void apply(const std::string& rule_name, const std::vector<SpanTuple>& tuples,
+           const std::vector<float>& coefficients, bool is_split, bool is_gradient_bf16,
+           bool is_8bit, float gradient_scale, std::size_t num_threads, const std::string& simd,
+           const std::vector<PageDigests*>& digests) {
   const InstructionSet* set = update::find_instruction_set(simd);
   if (set == nullptr) throw py::value_error("this processor or build has no " + simd);
   const RuleKernels* rule = update::find_rule(*set, rule_name);
@@ -126,7 +126,7 @@ std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& 
     };
   }
   const py::gil_scoped_release released;
-  return update::apply(job, spans);
+  update::apply(job, spans);
 }
 
 void sum_squares(std::uintptr_t values, std::size_t numel, std::uintptr_t sums,

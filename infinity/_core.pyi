@@ -160,7 +160,7 @@ class update:  # noqa: N801 (a submodule)
         num_threads: int,
         simd: str,
         digests: Sequence[PageDigests] = (),
-    ) -> int:
+    ) -> None:
         """Spans are (arrays that are read, arrays that are written, gradient, numel). Arrays are
         (weight, residual or 0, states), addresses as integers; an array may be updated in place.
         8-bit states are two addresses each: codes and scales. `digests` take the checksums of what

@@ -12,7 +12,6 @@ namespace {
 // One vector. Its split weights are stored by pairs (lanes_pair.h).
 struct Avx2Vector {
   using Float = __m256;
-  using Count = __m256i;  // 32 bits per lane: a call counts fewer than 2^31 elements per lane.
   static constexpr std::size_t kCount = 8;
 
   static Float broadcast(float value) { return _mm256_set1_ps(value); }
@@ -124,20 +123,6 @@ struct Avx2Vector {
     std::uint32_t found = 0;
     for (const std::uint32_t lane : lanes) found = lane > found ? lane : found;
     return found;
-  }
-
-  static Count no_count() { return _mm256_setzero_si256(); }
-  static Count count_nonfinite(Count count, Float a) {
-    const __m256i exponent = _mm256_set1_epi32(0x7F800000);
-    const __m256i masked = _mm256_and_si256(_mm256_castps_si256(a), exponent);
-    return _mm256_sub_epi32(count, _mm256_cmpeq_epi32(masked, exponent));
-  }
-  static std::uint64_t total(Count count) {
-    alignas(32) std::uint32_t lanes[kCount];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), count);
-    std::uint64_t sum = 0;
-    for (const std::uint32_t lane : lanes) sum += lane;
-    return sum;
   }
 
  private:

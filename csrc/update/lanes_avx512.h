@@ -23,7 +23,6 @@ inline constexpr Halves kHighHalves(1);
 // One vector. Its split weights are stored by pairs (lanes_pair.h).
 struct Avx512Vector {
   using Float = __m512;
-  using Count = std::uint64_t;
   static constexpr std::size_t kCount = 16;
 
   static Float broadcast(float value) { return _mm512_set1_ps(value); }
@@ -126,14 +125,6 @@ struct Avx512Vector {
   static std::uint32_t largest(Magnitude bits) {
     return static_cast<std::uint32_t>(_mm512_reduce_max_epi32(bits));
   }
-
-  static Count no_count() { return 0; }
-  static Count count_nonfinite(Count count, Float a) {
-    constexpr int kNonFinite = 0x81 | 0x18;  // Quiet and signalling NaN, both infinities.
-    const auto mask = static_cast<unsigned>(_mm512_fpclass_ps_mask(a, kNonFinite));
-    return count + static_cast<Count>(__builtin_popcount(mask));
-  }
-  static std::uint64_t total(Count count) { return count; }
 
  private:
   // `magnitude`, which has no sign, with that of `a`.

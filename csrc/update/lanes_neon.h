@@ -13,7 +13,6 @@ namespace {
 // One vector. Its split weights are stored by pairs (lanes_pair.h).
 struct NeonVector {
   using Float = float32x4_t;
-  using Count = uint32x4_t;  // 32 bits per lane: a call counts fewer than 2^31 elements per lane.
   static constexpr std::size_t kCount = 4;
 
   static Float broadcast(float value) { return vdupq_n_f32(value); }
@@ -79,14 +78,6 @@ struct NeonVector {
     return vmaxq_u32(largest, vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7FFFFFFFU)));
   }
   static std::uint32_t largest(Magnitude bits) { return vmaxvq_u32(bits); }
-
-  static Count no_count() { return vdupq_n_u32(0); }
-  static Count count_nonfinite(Count count, Float a) {
-    const uint32x4_t exponent = vdupq_n_u32(0x7F800000U);
-    const uint32x4_t masked = vandq_u32(vreinterpretq_u32_f32(a), exponent);
-    return vsubq_u32(count, vceqq_u32(masked, exponent));
-  }
-  static std::uint64_t total(Count count) { return vaddlvq_u32(count); }
 
  private:
   static uint32x4_t without_payload(Float a) {  // One quiet NaN for all.

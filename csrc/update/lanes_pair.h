@@ -13,7 +13,6 @@ struct PairLanes {
   struct Float {
     typename V::Float first, second;
   };
-  using Count = typename V::Count;
   static constexpr std::size_t kCount = 2 * V::kCount;
 
   static Float broadcast(float value) { return {V::broadcast(value), V::broadcast(value)}; }
@@ -58,12 +57,6 @@ struct PairLanes {
   static void store_split(std::uint16_t* weight, std::int16_t* residual, Float master) {
     V::template store_split<kPastCaches>(weight, residual, master.first, master.second);
   }
-
-  static Count no_count() { return V::no_count(); }
-  static Count count_nonfinite(Count count, Float a) {
-    return V::count_nonfinite(V::count_nonfinite(count, a.first), a.second);
-  }
-  static std::uint64_t total(Count count) { return V::total(count); }
 };
 
 }  // namespace

@@ -18,7 +18,6 @@ inline float bits_to_float(std::uint32_t bits) { return __builtin_bit_cast(float
 
 struct ScalarLanes {
   using Float = float;
-  using Count = std::uint64_t;
   static constexpr std::size_t kCount = 1;
 
   static Float broadcast(float value) { return value; }
@@ -93,13 +92,6 @@ struct ScalarLanes {
     return bits > largest ? bits : largest;
   }
   static std::uint32_t largest(Magnitude bits) { return bits; }
-
-  static Count no_count() { return 0; }
-  static Count count_nonfinite(Count count, Float a) {
-    constexpr std::uint32_t kExponent = 0x7F800000U;
-    return count + ((float_to_bits(a) & kExponent) == kExponent ? 1U : 0U);
-  }
-  static std::uint64_t total(Count count) { return count; }
 };
 
 }  // namespace

@@ -41,8 +41,8 @@ struct Span {
 };
 
 // Elements [start, stop) of a span; `start` is a multiple as above. `is_last` when `stop`
-// is the span's end. Returns how many scaled gradients were not finite.
-using Kernel = std::uint64_t (*)(const Span& span, std::size_t start, std::size_t stop,
-                                 bool is_last, const float* coefficients, float gradient_scale);
+// is the span's end.
+using Kernel = void (*)(const Span& span, std::size_t start, std::size_t stop, bool is_last,
+                        const float* coefficients, float gradient_scale);
 
 }  // namespace infinity::update

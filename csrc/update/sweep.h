@@ -104,14 +104,12 @@ struct Streams {
 // Elements [i, stop) as long as whole vectors fit. Returns where it stopped.
 template <class L, class Step, class S>
 std::size_t run_lanes(const S& streams, std::size_t i, std::size_t stop, const Step& step,
-                      float gradient_scale, std::uint64_t* nonfinite) {
+                      float gradient_scale) {
   using Float = typename L::Float;
   const Float scale = L::broadcast(gradient_scale);
-  auto count = L::no_count();
   for (; i + L::kCount <= stop; i += L::kCount) {
     streams.template prefetch_ahead<L>(i);
     const Float gradient = L::mul(streams.template load_gradient<L>(i), scale);
-    count = L::count_nonfinite(count, gradient);
     Float states[S::kStates + 1];  // One more than used: a rule may have none.
     for (std::size_t s = 0; s < S::kStates; ++s) {
       states[s] = L::load(streams.span.from.states[s] + i);
@@ -120,37 +118,34 @@ std::size_t run_lanes(const S& streams, std::size_t i, std::size_t stop, const S
     for (std::size_t s = 0; s < S::kStates; ++s) streams.template store_state<L>(s, i, states[s]);
     streams.template store_weight<L>(i, weight);
   }
-  *nonfinite += L::total(count);
   return i;
 }
 
 template <class L, class Rule, WeightFormat kWeight, GradientFormat kGradient, bool kPastCaches>
-std::uint64_t sweep_to(const Span& span, std::size_t start, std::size_t stop, bool is_last,
-                       const float* coefficients, float gradient_scale) {
+void sweep_to(const Span& span, std::size_t start, std::size_t stop, bool is_last,
+              const float* coefficients, float gradient_scale) {
   typename Rule::Coefficients c;
   __builtin_memcpy(&c, coefficients, sizeof c);
   const Streams<Rule, kWeight, kGradient, kPastCaches> streams{span};
-  std::uint64_t nonfinite = 0;
 
   // Wide vectors first; where they do not fit, one element at a time with the same arithmetic.
   const std::size_t body_stop = is_last ? stop - stop % kReferenceLanes : stop;
   const typename Rule::template Step<L, false> wide(c);
-  std::size_t i = run_lanes<L>(streams, start, body_stop, wide, gradient_scale, &nonfinite);
+  std::size_t i = run_lanes<L>(streams, start, body_stop, wide, gradient_scale);
   const typename Rule::template Step<ScalarLanes, false> body(c);
-  i = run_lanes<ScalarLanes>(streams, i, body_stop, body, gradient_scale, &nonfinite);
+  i = run_lanes<ScalarLanes>(streams, i, body_stop, body, gradient_scale);
   const typename Rule::template Step<ScalarLanes, true> tail(c);
-  run_lanes<ScalarLanes>(streams, i, stop, tail, gradient_scale, &nonfinite);
+  run_lanes<ScalarLanes>(streams, i, stop, tail, gradient_scale);
   if constexpr (kPastCaches) order_stores_past_caches();
-  return nonfinite;
 }
 
 template <class L, class Rule, WeightFormat kWeight, GradientFormat kGradient>
-std::uint64_t sweep(const Span& span, std::size_t start, std::size_t stop, bool is_last,
-                    const float* coefficients, float gradient_scale) {
+void sweep(const Span& span, std::size_t start, std::size_t stop, bool is_last,
+           const float* coefficients, float gradient_scale) {
   const auto run = can_pass_caches<Rule, kWeight>(span, start)
                        ? &sweep_to<L, Rule, kWeight, kGradient, true>
                        : &sweep_to<L, Rule, kWeight, kGradient, false>;
-  return run(span, start, stop, is_last, coefficients, gradient_scale);
+  run(span, start, stop, is_last, coefficients, gradient_scale);
 }
 
 }  // namespace

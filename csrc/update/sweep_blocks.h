@@ -72,11 +72,10 @@ Span block_of(const Span& span, std::size_t start, std::size_t numel) {
 
 // `V` are lanes of one vector, `L` those that suit the weight format.
 template <class V, class L, class Rule, WeightFormat kWeight, GradientFormat kGradient>
-std::uint64_t sweep_blocks(const Span& span, std::size_t start, std::size_t stop, bool is_last,
-                           const float* coefficients, float gradient_scale) {
+void sweep_blocks(const Span& span, std::size_t start, std::size_t stop, bool is_last,
+                  const float* coefficients, float gradient_scale) {
   alignas(64) float first[kBlockNumel];   // A mean, with a sign.
   alignas(64) float second[kBlockNumel];  // A mean of squares.
-  std::uint64_t nonfinite = 0;
   for (std::size_t i = start; i < stop; i += kBlockNumel) {
     const std::size_t numel = stop - i < kBlockNumel ? stop - i : kBlockNumel;
     Span block = block_of<kWeight, kGradient>(span, i, numel);
@@ -89,8 +88,8 @@ std::uint64_t sweep_blocks(const Span& span, std::size_t start, std::size_t stop
       block.from.states[1] = block.to.states[1] = second;
       decode_block<V, false>(span.from.codes[1] + i, span.from.scales[1][index], second, numel);
     }
-    nonfinite += sweep<L, Rule, kWeight, kGradient>(block, 0, numel, is_last && i + numel == stop,
-                                                    coefficients, gradient_scale);
+    sweep<L, Rule, kWeight, kGradient>(block, 0, numel, is_last && i + numel == stop, coefficients,
+                                       gradient_scale);
     if constexpr (Rule::kStates > 0) {
       span.to.scales[0][index] = encode_block<V, true>(first, span.to.codes[0] + i, numel);
     }
@@ -98,7 +97,6 @@ std::uint64_t sweep_blocks(const Span& span, std::size_t start, std::size_t stop
       span.to.scales[1][index] = encode_block<V, false>(second, span.to.codes[1] + i, numel);
     }
   }
-  return nonfinite;
 }
 
 }  // namespace

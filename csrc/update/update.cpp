@@ -1,7 +1,6 @@
 #include "update.h"
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "float_environment.h"
@@ -42,7 +41,7 @@ void tell_written(const Job& job, const Item& item) {
 
 }  // namespace
 
-std::uint64_t apply(const Job& job, std::span<const Span> spans) {
+void apply(const Job& job, std::span<const Span> spans) {
   const Kernel kernel =
       job.rule->kernels[static_cast<std::size_t>(job.state_format)][static_cast<std::size_t>(
           job.weight_format)][static_cast<std::size_t>(job.gradient_format)];
@@ -54,20 +53,16 @@ std::uint64_t apply(const Job& job, std::span<const Span> spans) {
       items.push_back({&span, start, std::min(start + kItemNumel, span.numel)});
     }
   }
-  std::atomic<std::uint64_t> nonfinite{0};
   const auto update_item = [&](std::size_t index) {
     const Item& item = items[index];
     const DefaultFloatEnvironment environment;
-    const std::uint64_t found =
-        kernel(*item.span, item.start, item.stop, item.stop == item.span->numel, job.coefficients,
-               job.gradient_scale);
-    if (found != 0) nonfinite.fetch_add(found, std::memory_order_relaxed);
+    kernel(*item.span, item.start, item.stop, item.stop == item.span->numel, job.coefficients,
+           job.gradient_scale);
     if (job.written) tell_written(job, item);
   };
   // Waking a thread costs about what an item does.
   const std::size_t num_worth = (numel + kItemNumel - 1) / kItemNumel;
   process_pool().run(items.size(), std::min(job.num_threads, num_worth), update_item);
-  return nonfinite.load();
 }
 
 }  // namespace infinity::update

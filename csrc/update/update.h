@@ -24,9 +24,9 @@ struct Job {
   std::function<void(const void* start, std::size_t nbytes)> written;
 };
 
-// Updates every span, in one pass over memory. Returns how many scaled gradients were not finite; they are used as
-// they are. Neither the number of threads nor the instruction set changes a bit of the result, nor
-// does the caller's rounding mode or flushing of denormals. Blocks; holds no lock of the caller's.
-[[nodiscard]] std::uint64_t apply(const Job& job, std::span<const Span> spans);
+// Updates every span, in one pass over memory. A gradient that is not finite is used as it is. Neither
+// the number of threads nor the instruction set changes a bit of the result, nor does the caller's
+// rounding mode or flushing of denormals. Blocks; holds no lock of the caller's.
+void apply(const Job& job, std::span<const Span> spans);
 
 }  // namespace infinity::update

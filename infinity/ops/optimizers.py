@@ -49,7 +49,7 @@ def update_(
     grad_scale: float | torch.Tensor = 1.0,
     threads: int | None = None,
     digests: Sequence[_core.PageDigests] = (),
-) -> int:
+) -> None:
     """One step of every span, in one pass over memory.
 
     Gradients are widened to fp32 and multiplied by `grad_scale` (an fp32 clip factor) as they are
@@ -63,12 +63,11 @@ def update_(
     A tensor may be updated in parts that are cut at multiples of `span.CUT_NUMEL` elements (of
     `dynamic_8bit.BLOCK_NUMEL` with 8-bit states). The result does not depend on that, on `threads`
     (None: torch's number) or on the instruction set. `digests` take the checksums of pages that
-    change, while they are in a cache. Returns how many scaled gradients were not finite; those are
-    used as they are. Raises ConfigError for arrays of wrong dtype, length or
-    layout.
+    change, while they are in a cache. Gradients that are not finite are used as they are. Raises
+    ConfigError for arrays of wrong dtype, length or layout.
     """
     check_spans(spans, settings.state_names)
-    return apply_rule(
+    apply_rule(
         settings.rule, spans, settings.coefficients(),
         grad_scale=float(grad_scale), threads=threads, digests=digests,
     )  # fmt: skip
@@ -110,15 +109,16 @@ def _copied(span: StateSpan) -> StateSpan:
 
 def reference_update_(
     spans: Sequence[StateSpan], settings: Settings, *, grad_scale: float | torch.Tensor = 1.0
-) -> int:
+) -> None:
     """`update_` in torch operations, readable and slow: what the native kernels must equal."""
     check_spans(spans, settings.state_names)
-    return int(sum(reference_span_(span, settings, float(grad_scale)) for span in spans))
+    for span in spans:
+        reference_span_(span, settings, float(grad_scale))
 
 
-def reference_span_(span: StateSpan, settings: Settings, grad_scale: float) -> torch.Tensor:
-    """`reference_update_` of one span, whose arrays may be on any device unless they have 8 bits.
-    The count is a tensor there: to read it would be to wait."""
+def reference_span_(span: StateSpan, settings: Settings, grad_scale: float) -> None:
+    """`reference_update_` of one span, whose arrays may be on any device unless they have 8
+    bits."""
     gradient = span.gradient.to(torch.float32) * grad_scale
     weight = span.weight if span.residual is None else join(span.weight, span.residual)
     body = weight.numel() - weight.numel() % REFERENCE_LANES
@@ -139,7 +139,6 @@ def reference_span_(span: StateSpan, settings: Settings, grad_scale: float) -> t
     for kept, wide, name in zip(into.states, new_states, settings.state_names, strict=True):
         if isinstance(kept, State8Bit):
             encode_(kept, wide, name)
-    return (~torch.isfinite(gradient)).sum()
 
 
 def _fp32_states(span: StateSpan, settings: Settings) -> list[torch.Tensor]:
@@ -226,18 +225,18 @@ def apply_rule(
     grad_scale: float,
     threads: int | None,
     digests: Sequence[_core.PageDigests] = (),
-) -> int:
+) -> None:
     """Runs a native rule over spans of one format.
 
     `coefficients` are rounded to fp32. Releases the GIL; `threads` None is what `threads_here`
-    says. `digests`: see `_core.update.apply`. Returns how many scaled gradients were not finite.
-    Raises UnsupportedError when INFINITY_SIMD names what is not here.
+    says. `digests`: see `_core.update.apply`. Raises UnsupportedError when INFINITY_SIMD names
+    what is not here.
     """
     # Without the variable an update costs no call more.
     simd = chosen_simd(instruction_sets) if SIMD_VARIABLE in os.environ else ""
     if not spans:
-        return 0
-    return _core.update.apply(
+        return
+    _core.update.apply(
         rule,
         [_addresses(span) for span in spans],
         list(coefficients),

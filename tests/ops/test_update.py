@@ -74,8 +74,8 @@ def test_every_instruction_set_has_the_bits_of_the_reference(
     )  # fmt: skip
     reference = clone(native)
     gradient = native.gradient.clone()
-    found = update_([native], recipe, grad_scale=grad_scale)
-    assert found == reference_update_([reference], recipe, grad_scale=grad_scale)
+    update_([native], recipe, grad_scale=grad_scale)
+    reference_update_([reference], recipe, grad_scale=grad_scale)
     assert_same_bits(native, reference)
     assert torch.equal(bits(native.gradient), bits(gradient)), "the gradient is read only"
 
@@ -232,20 +232,11 @@ def test_grad_scale_has_the_bits_of_a_multiplication_before(
         assert torch.equal(bits(ours), bits(theirs))
 
 
-def test_nonfinite_gradients_are_counted_wherever_they_are(simd: str) -> None:
-    for numel in (7, 64, 71, 200_003):
-        span = make_span(numel, 1, ADAMW)
-        places = sorted({0, numel // 2, numel - 1})
-        for place, value in zip(places, ("inf", "-inf", "nan"), strict=False):
-            span.gradient[place] = float(value)
-        assert update_([span, make_span(9, 2, ADAMW)], ADAMW, threads=3) == len(places)
-
-
 def test_a_nan_stays_one_in_the_split_weight(simd: str) -> None:
     """All ones, which a GPU makes, would round to minus zero."""
     span = make_span(100, 1, ADAMW, is_split=True)
     span.gradient.view(torch.int32).fill_(0x7FFFFFFF)
-    assert update_([span], ADAMW) == 100
+    update_([span], ADAMW)
     assert span.residual is not None
     assert torch.isnan(span.weight).all()
     assert torch.isnan(join(span.weight, span.residual)).all()
@@ -317,8 +308,8 @@ def test_a_learning_rate_in_a_tensor_is_the_same_learning_rate() -> None:
 
 
 def test_nothing_to_do_is_done() -> None:
-    assert update_([], ADAMW) == 0
-    assert update_([make_span(0, 0, ADAMW)], ADAMW) == 0
+    update_([], ADAMW)
+    update_([make_span(0, 0, ADAMW)], ADAMW)
 
 
 @pytest.mark.parametrize(
