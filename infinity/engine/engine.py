@@ -263,12 +263,6 @@ class Engine(Closing):
         with UNINTERRUPTED, self._lock:
             return self.weight_cache.space.shrink()
 
-    def resident_units(self) -> list[str]:
-        """Returns the names of the units in use: none between a backward and the next forward."""
-        with self._lock:
-            self._backwards.abandon()
-            return self.weight_cache.in_use()
-
     # -- Names -------------------------------------------------------------------------------------
 
     def parameter_names(self) -> list[str]:

@@ -42,8 +42,6 @@ _TOUCHED_NBYTES = 28  # All bytes are read; all but the gradient are written.
 _SETTINGS = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=2)
 _LONG_ENOUGH_S = 5e-3
 
-Clock = Callable[[], float]
-
 
 def place_updates(plan: RunPlan, device: DeviceAdapter, host: HostPool) -> UpdateDevice:
     """Decides where this rank's updates run.
@@ -91,7 +89,6 @@ def time_updates(
     chunk_nbytes: int,
     *,
     drives: dict[str, float],
-    clock: Clock = time.perf_counter,
 ) -> Rates | None:
     """Returns None if the device would not give the host's bits, or if host memory is too small."""
     free_nbytes = host.free_nbytes // 2
@@ -133,27 +130,25 @@ def time_updates(
             return Rates(
                 flops=float("inf"),
                 host=float("inf"),
-                update=_rate(touched_nbytes, update_here, clock),
-                device_update=_rate(slice_touched_nbytes, update_there, clock),
-                h2d=_rate(slice_nbytes, bring, clock),
-                d2h=_rate(slice_nbytes, bring_back, clock),
+                update=_rate(touched_nbytes, update_here),
+                device_update=_rate(slice_touched_nbytes, update_there),
+                h2d=_rate(slice_nbytes, bring),
+                d2h=_rate(slice_nbytes, bring_back),
                 **drives,
             )
     finally:
         host.free(block)
 
 
-def time_products(
-    device: DeviceAdapter, dtype: torch.dtype, *, clock: Clock = time.perf_counter
-) -> float:
+def time_products(device: DeviceAdapter, dtype: torch.dtype) -> float:
     """Returns the FLOPs per second of matrix products on the device. Larger products are faster."""
     for side in (1024, 2048, 4096, 8192):
         matrix = torch.ones(side, side, dtype=dtype, device=device.torch_device)
         for _ in range(2):  # The first round is not counted.
-            start_s = clock()
+            start_s = time.perf_counter()
             matrix @ matrix
             device.synchronize()
-            spent_s = clock() - start_s
+            spent_s = time.perf_counter() - start_s
         if spent_s >= _LONG_ENOUGH_S:
             break
     return 2 * side**3 / spent_s
@@ -174,13 +169,13 @@ def _span(memory: torch.Tensor, is_split: bool) -> StateSpan:
     )
 
 
-def _rate(nbytes: int, work: Callable[[int], None], clock: Clock) -> float:
+def _rate(nbytes: int, work: Callable[[int], None]) -> float:
     """Returns the bytes per second of `work(turn)`, which processes `nbytes` per turn."""
     work(0)
-    on_tile, start_s = 0, clock()
+    on_tile, start_s = 0, time.perf_counter()
     while True:
         on_tile += 1
         work(on_tile)
-        spent_s = clock() - start_s
+        spent_s = time.perf_counter() - start_s
         if spent_s >= _MOST_S:
             return on_tile * nbytes / spent_s

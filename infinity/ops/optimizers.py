@@ -107,18 +107,9 @@ def _copied(span: StateSpan) -> StateSpan:
 # -- The reference ---------------------------------------------------------------------------------
 
 
-def reference_update_(
-    spans: Sequence[StateSpan], settings: Settings, *, grad_scale: float | torch.Tensor = 1.0
-) -> None:
-    """`update_` in torch operations, readable and slow: what the native kernels must equal."""
-    check_spans(spans, settings.state_names)
-    for span in spans:
-        reference_span_(span, settings, float(grad_scale))
-
-
 def reference_span_(span: StateSpan, settings: Settings, grad_scale: float) -> None:
-    """`reference_update_` of one span, whose arrays may be on any device unless they have 8
-    bits."""
+    """`update_` of one span in torch operations, readable and slow: what the native kernels must
+    equal. The arrays may be on any device unless they have 8 bits."""
     gradient = span.gradient.to(torch.float32) * grad_scale
     weight = span.weight if span.residual is None else join(span.weight, span.residual)
     body = weight.numel() - weight.numel() % REFERENCE_LANES

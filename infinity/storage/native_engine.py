@@ -86,10 +86,6 @@ class NativeEngine(StorageEngine):
     def close_file(self, file: int) -> None:
         self._core.close_file(file)
 
-    def alignment_nbytes(self, file: int) -> int:
-        """Multiple that offsets, lengths and addresses must keep: 1 when the file is buffered."""
-        return self._core.alignment_nbytes(file)
-
     def submit(
         self,
         operation: Operation,
@@ -143,11 +139,6 @@ class NativeEngine(StorageEngine):
             for lane in self._core.lanes()
         )
         return EngineStats(files, devices)
-
-    def describe(self) -> list[_core.LaneInfo]:
-        """One dict per device in use: ring flags, registered buffers and files, refusals, and the
-        numbers behind `DeviceStats`."""
-        return self._core.lanes()
 
     @override
     def close(self) -> None:

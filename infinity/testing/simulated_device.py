@@ -427,7 +427,8 @@ class SimulatedDevice(StreamDevice):
 
     @override
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        return self.host.owns(tensor)
+        offset_nbytes = tensor.data_ptr() - self.host.arena.address
+        return 0 <= offset_nbytes < self.host.capacity_nbytes
 
     @override
     def take(self, region: Region) -> None:

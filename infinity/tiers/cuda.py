@@ -123,16 +123,15 @@ class AcceleratorStreams(Streams):
 
 
 class CudaDevice(StreamDevice):
-    """The device tier on one CUDA device, the current one unless `index` says which."""
+    """The device tier on the current CUDA device."""
 
-    def __init__(self, host: HostPool, counters: Counters, index: int | None = None) -> None:
+    def __init__(self, host: HostPool, counters: Counters) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedError(
                 "tiers.device.kind is 'cuda' but PyTorch sees no CUDA device; "
                 "install a CUDA build of torch, or set kind = 'cpu'"
             )
-        number = torch.cuda.current_device() if index is None else index
-        device = torch.device("cuda", number)
+        device = torch.device("cuda", torch.cuda.current_device())
         # What arrives is awaited: kernels of the exchange and of decoding go before those that
         # compute, as in FSDP2.
         streams = AcceleratorStreams(device, priority=_PRIORITY)

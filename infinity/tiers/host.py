@@ -184,11 +184,6 @@ class HostPool:
         """Gives up its view of the arena, which is unmapped when no other view is left."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the memory of the tensor is in the arena."""
-        start = self.arena.address
-        return start <= tensor.data_ptr() < start + self.capacity_nbytes
-
     def lent(self) -> list[str]:
         """Labels of the blocks in use, for error messages and leak tests."""
         with self._lock:

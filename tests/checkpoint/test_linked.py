@@ -18,6 +18,7 @@ from infinity.errors import CapacityError, ConfigError, CorruptionError, Storage
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 from tests.support.bits import assert_same
 from tests.support.file_systems import ext4_on_loop
+from tests.support.offloading import units_in_use
 
 from .harness import (
     Run,
@@ -456,7 +457,7 @@ def test_host_memory_that_runs_out_in_a_step_keeps_the_last_commit(tmp_path, mon
             with pytest.raises(CapacityError):
                 each.step(2)
                 each.commit()
-        assert engine.resident_units() == [] and state_of(path.parent) == kept
+        assert units_in_use(engine) == [] and state_of(path.parent) == kept
         each.optimizer.zero_grad()
         each.load(path)
         got = each.steps(2, 4)

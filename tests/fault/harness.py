@@ -23,6 +23,7 @@ from infinity.storage.protocol import Operation, Priority, Segment, StorageEngin
 from infinity.testing.faulty_engine import WrappedEngine
 from tests.support import offloading
 from tests.support.models import Mlp
+from tests.support.offloading import units_in_use
 from tests.support.two_sides import Side
 
 WIDTH = 96  # A block of it is some 150 KiB: larger than a chunk of the update.
@@ -243,7 +244,7 @@ def settle(engine: Engine) -> None:
 def assert_nothing_leaked(engine: Engine) -> None:
     """No unit is in use, and a block is lent at most once for the weights or the gradients of a
     unit and for the optimizer."""
-    assert engine.resident_units() == []
+    assert units_in_use(engine) == []
     settle(engine)
     labels = lent(engine)
     assert len(labels) == len(set(labels)), f"lent twice: {labels}"

@@ -18,7 +18,7 @@ from infinity.engine.engine import Engine
 from infinity.testing.simulated_device import SimulatedDevice
 from tests.support.bits import assert_same
 from tests.support.exhaustive import in_turn
-from tests.support.offloading import KINDS
+from tests.support.offloading import KINDS, units_in_use
 
 from .harness import (
     Named,
@@ -243,7 +243,7 @@ def test_an_exception_between_forward_and_backward(engine: Engine) -> None:
     """The graph of the loss is dropped; it keeps no unit in use."""
     for _ in range(3):
         loss = loss_of(engine.model, 0)
-        assert engine.resident_units() == []
+        assert units_in_use(engine) == []
         del loss
     goes_on(engine)
 
@@ -339,7 +339,7 @@ def test_every_placement_survives_an_exception(tmp_path: Path) -> None:
                 model.explode_at = moment
                 with pytest.raises(Boom):
                     loss_of(model, 0).backward()
-                assert engine.resident_units() == []
+                assert units_in_use(engine) == []
                 model.explode_at = None
                 model.zero_grad()
             assert_same(reference(2), offloaded_steps(model, 2))

@@ -12,6 +12,7 @@ import torch
 import infinity
 from infinity.errors import StorageError
 from infinity.testing.simulated_device import SimulatedDevice
+from tests.support.offloading import units_in_use
 
 from .harness import mlp, offload, swap_config, trapped
 
@@ -42,7 +43,7 @@ def test_a_failed_transfer_of_inputs_is_raised_and_leaks_nothing(
         trap.set(operation, nth, errno.EIO)
         with pytest.raises(StorageError, match=operation):
             accumulate(model)
-        assert engine.resident_units() == []
+        assert units_in_use(engine) == []
         assert engine.store._host.lent() == lent
         model.zero_grad()
         if operation == "write":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import infinity
 from tests.support.models import TinyDecoder
-from tests.support.offloading import offloaded, swap_config
+from tests.support.offloading import offloaded, swap_config, units_in_use
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -389,7 +389,7 @@ def test_an_exception_in_the_backward_releases_every_unit(swap_directory: Path) 
         with pytest.raises(ZeroDivisionError):
             model(**batch(0)).backward()
         hook.remove()
-        assert not infinity.engine_of(model).resident_units()
+        assert not units_in_use(infinity.engine_of(model))
         step(model, infinity.AdamW(model, lr=1e-3), batch(0))
 
 

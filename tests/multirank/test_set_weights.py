@@ -13,6 +13,7 @@ from torch import Tensor
 
 import infinity
 from infinity.errors import InfinityError
+from tests.support.offloading import units_in_use
 
 from .models import Blocks
 from .processes import run_ranks
@@ -84,7 +85,7 @@ def _fetch_in_vain(rank: int) -> tuple[str, bool]:
         said = f"{type(error).__name__}: {error}"
     if rank == 1:
         engine.weight_cache.acquire = acquire  # type: ignore[method-assign]
-    assert not has_run and not engine.resident_units()
+    assert not has_run and not units_in_use(engine)
     after = read_weights(model)
     infinity.close(model)
     return said, all(torch.equal(after[name], before[name]) for name in before)

@@ -24,6 +24,7 @@ from infinity.testing import SimulatedDevice
 from infinity.tiers.host import HostPool
 from tests.support.bits import differences
 from tests.support.lion import PlainLion
+from tests.support.offloading import units_in_use
 
 from .models import Blocks, DeepBlocks, EmptyBlocks, Experts, WideBlocks, batch, loss_of
 
@@ -213,7 +214,7 @@ def train_model(model: nn.Module, rank: int, case: Case) -> Run:
         if optimizer.grad_norm is not None:
             run.norms.append(optimizer.grad_norm.item())
     engine = infinity.engine_of(model)
-    assert not engine.resident_units()
+    assert not units_in_use(engine)
     run.weights = read_weights(model)
     run.counters, run.placed = engine.counters.snapshot(), engine.placed_nbytes()
     return run

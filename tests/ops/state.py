@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, State8Bit, encode_, num_scales
 from infinity.ops.exact import split
+from infinity.ops.optimizers import reference_span_
 from infinity.ops.rules import AdamSettings, AdamWSettings, LionSettings, Settings, SGDSettings
-from infinity.ops.span import StateSpan
+from infinity.ops.span import StateSpan, check_spans
 
 RANGES = ("ordinary", "wide", "any bits")
 
@@ -25,6 +28,15 @@ def random_fp32(numel: int, source: torch.Generator, values: str) -> Tensor:
         numbers[torch.rand(numel, generator=source) < 0.05] = 0.0
         numbers[torch.rand(numel, generator=source) < 0.05] *= -0.0
     return numbers
+
+
+def reference_update_(
+    spans: Sequence[StateSpan], settings: Settings, *, grad_scale: float = 1.0
+) -> None:
+    """`update_` by the readable reference."""
+    check_spans(spans, settings.state_names)
+    for span in spans:
+        reference_span_(span, settings, grad_scale)
 
 
 def make_span(

@@ -22,7 +22,7 @@ from infinity.ops.dynamic_8bit import (
     num_scales,
 )
 from infinity.ops.exact import join, split
-from infinity.ops.optimizers import reference_update_, step_, update_
+from infinity.ops.optimizers import step_, update_
 from infinity.ops.rules import AdamWSettings, LionSettings, SGDSettings
 from infinity.ops.span import StateSpan
 from tests.ops.state import (
@@ -32,6 +32,7 @@ from tests.ops.state import (
     clone,
     make_span,
     random_fp32,
+    reference_update_,
     to_8bit,
 )
 

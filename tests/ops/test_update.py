@@ -20,7 +20,6 @@ from infinity.ops.exact import join, split
 from infinity.ops.optimizers import (
     apply_rule,
     has_torch_bits,
-    reference_update_,
     update_,
 )
 from infinity.ops.rules import AdamWSettings, Settings, SGDSettings
@@ -36,6 +35,7 @@ from tests.ops.state import (
     lions,
     make_span,
     part,
+    reference_update_,
     sgds,
 )
 from tests.support.exhaustive import in_turn

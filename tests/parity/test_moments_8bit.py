@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.ops.dynamic_8bit import State8Bit, num_scales
 from infinity.ops.exact import split
-from infinity.ops.optimizers import reference_update_
+from infinity.ops.optimizers import reference_span_
 from infinity.ops.rules import AdamWSettings
 from infinity.ops.span import StateSpan
 from infinity.state.moments_8bit import GRANULE_NUMEL
@@ -102,7 +102,7 @@ def plain_8bit(model: str, *, steps: int, is_split: bool = False) -> Record:
                 span = StateSpan(
                     parameter.data.flatten(), gradient.flatten(), moments[name].states, residual
                 )
-                reference_update_([span], settings)
+                reference_span_(span, settings, 1.0)
                 parameter.data.copy_(span.weight.view(parameter.shape))
                 if residual is not None:
                     residuals[name] = residual
@@ -208,7 +208,7 @@ def test_units_of_several_granules(placement: str, chunk: str, swap_directory: P
             for name, parameter in plain.named_parameters():
                 if parameter.grad is not None:
                     span = StateSpan(parameter.data, parameter.grad, moments[name].states)
-                    reference_update_([span], settings)
+                    reference_span_(span, settings, 1.0)
                     parameter.grad = None
         engine = infinity.engine_of(model)
         for name, parameter in plain.named_parameters():

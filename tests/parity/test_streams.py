@@ -209,16 +209,18 @@ def test_whoever_is_found_faster_updates_with_the_same_bits(
     timed: list[Rates] = []
 
     def injected(*arguments: Any, **options: Any) -> Rates:
-        rates = time_updates(*arguments, **options, clock=itertools.count().__next__)
+        rates = time_updates(*arguments, **options)
         assert rates is not None
         timed.append(rates)
         return replace(rates, update=host_rate)
 
     def products(*arguments: Any) -> float:
-        assert time_products(*arguments, clock=itertools.count().__next__) == 2 * 1024**3
+        assert time_products(*arguments) == 2 * 1024**3
         assert flops is not None  # The batch is known.
         return flops
 
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr("infinity.engine.update_rates.time", clock)
     monkeypatch.setattr("infinity.engine.update_rates.time_updates", injected)
     monkeypatch.setattr("infinity.engine.update_rates.time_products", products)
     updated_there: list[bool] = []
@@ -434,10 +436,11 @@ def test_streams_of_transfers_on_cuda_go_before_those_that_compute(
         return object()
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(0))
     monkeypatch.setattr(torch.cuda, "Stream", new_stream)
     with Arena(1 << 20) as arena:
-        device = CudaDevice(HostPool(arena, Counters()), Counters(), index=0)
+        device = CudaDevice(HostPool(arena, Counters()), Counters())
         device.streams.new_stream("side")
         unpin(arena, Runtime(0))
     assert made == [-1] * 4
@@ -450,11 +453,12 @@ def test_a_device_that_has_failed_gives_the_arena_back(monkeypatch: pytest.Monke
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, *, priority: object())
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     with Arena(1 << 20) as arena:
-        device = CudaDevice(HostPool(arena, Counters()), Counters(), index=0)
+        device = CudaDevice(HostPool(arena, Counters()), Counters())
         with pytest.raises(DeviceError, match="cuda.*illegal memory access.*left last.*none"):
             device.close()
         assert runtime.calls == [(arena.address, 1 << 20, 1), arena.address]

@@ -349,7 +349,7 @@ def test_ring_refuses_to_register_an_arena_with_a_hole(open_any, make_file) -> N
         window.map(arena, 0, 2 * MIB)
         engine = open_any("io_uring", arena=arena)
         file = engine.open(make_file(data), direct=True)
-        assert not engine.describe()[0]["has_registered_buffers"]
+        assert not engine._core.lanes()[0]["has_registered_buffers"]
         window.unmap(arena, 0, 2 * MIB)
         engine.submit("read", [Segment(file, 0, arena.address, MIB)], Priority.FORWARD).wait()
         assert arena.memory(0, MIB) == data

@@ -233,7 +233,7 @@ def compare(request, arena: Arena, open_any, tmp_path: Path) -> Iterator[Compare
                 file = engine.open(paths[0], direct=is_direct)
                 flags = os.O_RDWR | (os.O_DIRECT if is_direct else 0)
                 fd = os.open(paths[1], flags)
-                alignment = engine.alignment_nbytes(file)
+                alignment = engine._core.alignment_nbytes(file)
                 if kind == "closed":
                     engine.close_file(file)
                     os.close(fd)

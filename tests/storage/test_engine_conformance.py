@@ -293,7 +293,7 @@ def test_flags_that_are_named_are_those_of_the_ring(
     file = engine.open(make_file(data), direct=True)
     engine.submit("read", [Segment(file, 0, arena.address, MIB)], Priority.FORWARD).wait()
     assert arena.memory(0, MIB) == data
-    (lane,) = engine.describe()
+    (lane,) = engine._core.lanes()
     assert lane["num_rings"] == 2
     assert (lane["ring_flags"] == 0) == (ring_flags == "none")
 
@@ -805,7 +805,7 @@ def test_arena_is_registered_with_the_ring(open_any, arena, make_file) -> None:
     engine = open_any("io_uring")
     assert isinstance(engine, NativeEngine)
     engine.open(make_file(MIB), direct=True)
-    (lane,) = engine.describe()
+    (lane,) = engine._core.lanes()
     assert lane["has_registered_files"]
     if lane["register_buffers_errno"] != errno.ENOMEM:  # A small memlock limit is legal.
         assert lane["has_registered_buffers"]

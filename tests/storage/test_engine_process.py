@@ -122,7 +122,7 @@ drop_ipc_lock()
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
 with Arena(16 << 20) as arena, open_engine("io_uring", arena=arena) as engine:
     round_trip(engine, arena, sys.argv[1])
-    assert not engine.describe()[0]["has_registered_buffers"]
+    assert not engine._core.lanes()[0]["has_registered_buffers"]
 """
 
 PINNED = """
@@ -139,7 +139,7 @@ with Arena(16 << 20) as arena, open_engine("io_uring", arena=arena, num_rings=3)
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as other:
         engine.open(other.name, direct=False)
         assert pinned_nbytes() == (1 if clones else 6) * (16 << 20), pinned_nbytes()
-    assert [lane["has_registered_buffers"] for lane in engine.describe()] == [True, True]
+    assert [lane["has_registered_buffers"] for lane in engine._core.lanes()] == [True, True]
 assert not pinned_nbytes()
 """
 

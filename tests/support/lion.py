@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from infinity.ops.optimizers import reference_update_
+from infinity.ops.optimizers import reference_span_
 from infinity.ops.rules import LionSettings
 from infinity.ops.span import StateSpan
 
@@ -35,4 +35,4 @@ class PlainLion(torch.optim.Optimizer):
                     step=state["step"],
                 )
                 arrays = (parameter.view(-1), parameter.grad.view(-1), (state["exp_avg"].view(-1),))
-                reference_update_([StateSpan(*arrays)], settings)
+                reference_span_(StateSpan(*arrays), settings, 1.0)

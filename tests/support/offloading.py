@@ -11,8 +11,16 @@ from typing import Any
 from torch import nn
 
 import infinity
+from infinity.engine.engine import Engine
 
 KINDS = ("parameters", "master", "moments", "gradients")
+
+
+def units_in_use(engine: Engine) -> list[str]:
+    """Names of the units in use: none between a backward and the next forward."""
+    with engine._lock:
+        engine._backwards.abandon()
+        return engine.weight_cache.in_use()
 
 
 def small_tiers(

@@ -20,7 +20,7 @@ import infinity
 from infinity.errors import StorageError
 from infinity.streaming.updates.turns import UpdateTurns
 from infinity.streaming.updates.worker import LooseWork
-from tests.support.offloading import small_tiers
+from tests.support.offloading import small_tiers, units_in_use
 
 WIDTH, VOCABULARY, BLOCKS = 64, 50, 6
 
@@ -188,7 +188,7 @@ class Side:
 
 def held_units(model: nn.Module) -> list[str]:
     """Units that some forward or backward has not given back."""
-    return list(infinity.engine_of(model).resident_units())
+    return units_in_use(infinity.engine_of(model))
 
 
 @contextmanager
