@@ -27,8 +27,8 @@ from enum import Enum, auto
 import torch
 
 from infinity.errors import StorageError
-from infinity.state.store import Transfer
 from infinity.state.units import Unit
+from infinity.storage.protocol import Transfer
 from infinity.tiers.device import FINISHED
 from infinity.tiers.host import Block, HostPool
 

@@ -11,11 +11,11 @@ from typing_extensions import override
 
 from infinity.distributed.kept_shards import KeptShards
 from infinity.errors import StorageError
-from infinity.state.store import LocalStore, Transfer
+from infinity.state.store import LocalStore
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import Priority, Transfer
 from infinity.streaming.updates.record import UpdatedWeights
 from infinity.streaming.updates.unit_update import UnitUpdate
 from infinity.tiers.device import FINISHED

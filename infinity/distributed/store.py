@@ -28,12 +28,12 @@ from infinity.observe import Counters
 from infinity.private.torch import TensorBase
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Shard, ShardSegment
-from infinity.state.store import DeviceLocation, LocalStore, StateRange, StateStore, Transfer
+from infinity.state.store import DeviceLocation, LocalStore, StateRange, StateStore
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
 from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.generations import UndecidedContent
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import Priority, Transfer
 from infinity.tiers.host import Block, HostPool
 
 # Shards that rest on a drive are served through a block of this size, one for each rank;

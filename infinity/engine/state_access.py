@@ -18,7 +18,7 @@ from infinity.modules.interrupts import UNINTERRUPTED
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.state.moments_8bit import states_within
 from infinity.state.partition import Partition
-from infinity.state.store import StateStore, Transfer, await_end
+from infinity.state.store import StateStore, await_end
 from infinity.state.units import (
     STATE_ITEM_NBYTES,
     StateKind,
@@ -28,7 +28,7 @@ from infinity.state.units import (
     weight_of,
 )
 from infinity.storage.closing import Closing
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import Priority, Transfer
 from infinity.streaming.gradients.sink import GradientSink
 from infinity.streaming.weights.cache import WeightCache
 from infinity.tiers.host import HostPool

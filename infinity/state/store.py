@@ -12,7 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from typing_extensions import override
@@ -23,21 +22,11 @@ from infinity.state.stored import StoredWeights
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import PageDigests
 from infinity.storage.generations import UndecidedContent
-from infinity.storage.protocol import Priority, Ticket
+from infinity.storage.protocol import Priority, Ticket, Transfer
 from infinity.storage.shards import ShardFiles
 from infinity.storage.volume import Extent, Spared, Volume
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
 from infinity.tiers.host import Block, HostPool
-
-
-class Transfer(Protocol):
-    """A range on its way. `wait` raises the error of the transfer, every time."""
-
-    def done(self) -> bool:
-        """Whether the range has arrived, or failed."""
-
-    def wait(self) -> None:
-        """Blocks until then."""
 
 
 # INV-2: the block of a transfer is freed only behind this.

@@ -228,9 +228,8 @@ class ExpectedRange:
         what = f"{self.label}: " if self.label else ""
         detail = (
             f"{what}the page is not what was written last "
-            "(CRC32C). The drive, its cable, its file system or another program changed it, or a "
-            "cancelled write left it torn. Nothing was computed from it; resume from the newest "
-            "checkpoint, and check the drive"
+            "(CRC32C). The drive, its cable, its file system or another program changed it. "
+            "Nothing was computed from it; resume from the newest checkpoint, and check the drive"
         )
         first = self.offset_nbytes + page * PAGE_NBYTES
         return corrupt(self.path, detail, first, PAGE_NBYTES, code=EBADMSG)
@@ -250,8 +249,8 @@ class CheckedRead(WrappedTicket):
         self._lock = threading.Lock()  # guards the ranges and the error
 
     @override
-    def wait(self, timeout_s: float | None = None) -> None:
-        super().wait(timeout_s)
+    def wait(self) -> None:
+        super().wait()
         with self._lock:
             ranges, self._ranges = self._ranges, ()  # Later the memory is the caller's to change.
             for page_range in ranges:

@@ -28,7 +28,6 @@ from infinity.storage.probe import (
     memlock_nbytes,
 )
 from infinity.storage.protocol import (
-    DeviceStats,
     EngineStats,
     FileStats,
     Operation,
@@ -86,15 +85,10 @@ class NativeEngine(StorageEngine):
     def close_file(self, file: int) -> None:
         self._core.close_file(file)
 
+    @override
     def submit(
-        self,
-        operation: Operation,
-        segments: Sequence[Segment],
-        priority: Priority,
-        *,
-        timeout_s: float | None = None,
+        self, operation: Operation, segments: Sequence[Segment], priority: Priority
     ) -> Ticket:
-        """See `StorageEngine.submit`. Raises TimeoutError if the queue is full for `timeout_s`."""
         if operation not in ("read", "write"):
             raise ValueError(f"{operation=}, expected 'read' or 'write'")
         fields = [
@@ -111,7 +105,7 @@ class NativeEngine(StorageEngine):
                     nbytes=nbytes,
                     detail="offset, length and address must not be negative",
                 )
-        return self._core.submit(operation == "write", fields, Priority(priority), timeout_s)
+        return self._core.submit(operation == "write", fields, Priority(priority))
 
     @override
     def sync(self, file: int) -> None:
@@ -126,19 +120,7 @@ class NativeEngine(StorageEngine):
         files = tuple(
             FileStats(*fields[:-2], *map(tuple, fields[-2:])) for fields in self._core.stats()
         )
-        devices = tuple(
-            DeviceStats(
-                device=lane["device"],
-                num_pending=lane["num_pending"],
-                num_in_flight=lane["num_in_flight"],
-                num_cancelled=lane["num_cancelled"],
-                cpu_s=lane["cpu_s"],
-                stall_s=lane["stall_s"],
-                queue_wait=tuple(lane["queue_wait"]),
-            )
-            for lane in self._core.lanes()
-        )
-        return EngineStats(files, devices)
+        return EngineStats(files)
 
     @override
     def close(self) -> None:

@@ -3,7 +3,7 @@
 A request is a list of segments with one ticket. The engine splits requests into blocks. It merges
 small segments and small requests that are adjacent in the file, wherever they are in memory. A few
 blocks are in flight per device, the most urgent first, and every completion is examined. A buffer
-belongs to the request until its ticket is done, also when the request fails or is cancelled.
+belongs to the request until its ticket is done, also when the request fails.
 
 Requests that overlap in a file, one of them a write, run in the order of submission; the earlier
 one becomes as urgent as the later one. All other requests run in any order, and so do the segments
@@ -64,34 +64,29 @@ class FileRange:
         return self.offset_nbytes + self.nbytes
 
 
-class Ticket(Protocol):
-    """The state of one request, for the caller. Any thread may use it; a forked child may not."""
+class Transfer(Protocol):
+    """Bytes under way. Any thread may use it; a forked child may not."""
 
     def done(self) -> bool:
-        """Returns whether every block has completed or failed: the buffers are free again."""
+        """Returns whether every part has arrived or failed: the buffers are free again."""
         ...
 
-    def cancel(self) -> bool:
-        """Drops the blocks that were not submitted to the device; the others continue.
+    def wait(self) -> None:
+        """Waits for done(). Raises the first failure, every time it is called.
 
-        Returns whether anything was dropped: then wait() raises StorageError with ECANCELED, and a
-        write has left its range torn between old and new. The buffers are free when done().
+        Signals interrupt the wait within about 50 ms; the transfer continues then.
         """
         ...
+
+
+class Ticket(Transfer, Protocol):
+    """The transfer of one request. Raises StorageError."""
 
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
         """(file, nbytes, issued_ns, completed_ns) of each file; empty until done().
 
         The times are those of the first block submitted and of the last completion, taken by the
         storage thread on CLOCK_MONOTONIC. A file that no block of the request reached is absent.
-        """
-        ...
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for done(). Raises StorageError with the first failure, every time it is called.
-
-        Raises TimeoutError after `timeout_s`; the request continues. Signals interrupt the wait
-        within about 50 ms; the request continues then, too.
         """
         ...
 
@@ -107,16 +102,12 @@ class WrappedTicket(Ticket):
         return self._inner.done()
 
     @override
-    def cancel(self) -> bool:
-        return self._inner.cancel()
-
-    @override
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
         return self._inner.passages()
 
     @override
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._inner.wait(timeout_s)
+    def wait(self) -> None:
+        self._inner.wait()
 
 
 class FollowedTicket(WrappedTicket):
@@ -136,11 +127,11 @@ class FollowedTicket(WrappedTicket):
         return self._inner.passages() if self.done() else ()
 
     @override
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         try:
-            self._inner.wait(timeout_s)
+            self._inner.wait()
         finally:  # The memory is free when both have ended, whatever either raises.
-            error = self._work.exception(timeout_s)
+            error = self._work.exception()
         if error is not None:
             raise error.with_traceback(None)
 
@@ -183,7 +174,7 @@ class StorageEngine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Returns the counts since the engine was opened, by device and by file."""
+        """Returns the counts since the engine was opened, by file."""
 
     def __enter__(self) -> Self:
         return self
@@ -198,7 +189,7 @@ class StorageEngine(Protocol):
 
 # -- Statistics ------------------------------------------------------------------------------------
 #
-# Bytes, latencies, queue depth, stalls, processor time. Numbers only grow; subtract two snapshots,
+# Bytes, latencies, queue depth. Numbers only grow; subtract two snapshots,
 # latencies bucket by bucket, to see what happened in between.
 
 
@@ -233,31 +224,10 @@ class FileStats:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceStats:
-    """Statistics of the queue of one device, over all its files.
-
-    `device` is the st_dev of stat(2); `num_pending` requests and `num_in_flight` blocks are of this
-    moment. `cpu_s` is the processor time of the engine's own threads; kernel workers, to which some
-    file systems push requests, are not in it. `stall_s` is how long submitters stood still because
-    the queue was full, `queue_wait` how long requests waited for their first block to be issued.
-    """
-
-    device: int
-    num_pending: int = 0
-    num_in_flight: int = 0
-    num_cancelled: int = 0
-    cpu_s: float = 0.0
-    stall_s: float = 0.0
-    queue_wait: LatencyCounts = ()
-
-
-@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The files and the devices. `by_file` has one row per open file, and one per path of the first
-    64 that were closed."""
+    """`by_file` has one row per open file, and one per path of the first 64 that were closed."""
 
     by_file: tuple[FileStats, ...] = ()
-    by_device: tuple[DeviceStats, ...] = ()
 
     def total(self, name: str) -> float:
         """Returns the sum over all files of one of the numbers in `FileStats`."""

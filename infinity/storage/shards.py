@@ -273,9 +273,9 @@ class _NamedRead(WrappedTicket):
         self._label = label
 
     @override
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         try:
-            super().wait(timeout_s)
+            super().wait()
         except StorageError as error:
             raise self._files.explain(error, self._label) from None
 

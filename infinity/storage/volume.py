@@ -494,6 +494,4 @@ class _WriteFailures:
         try:
             ticket.wait()
         except StorageError as error:
-            # The caller has cancelled it, and knows that it is torn.
-            if error.errno != errno.ECANCELED:
-                self._first = self._first or error
+            self._first = self._first or error

@@ -229,14 +229,9 @@ class _FaultyTicket(WrappedTicket):
         return True
 
     @override
-    def wait(self, timeout_s: float | None = None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        left_s = self._ready_at - time.monotonic()
-        if timeout_s is not None and left_s > timeout_s:
-            time.sleep(max(0.0, timeout_s))
-            raise TimeoutError("the request is still delayed")
-        time.sleep(max(0.0, left_s))
-        self._inner.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._ready_at - time.monotonic()))
+        self._inner.wait()
         self._finish()
         if self._error is not None:
             raise self._error

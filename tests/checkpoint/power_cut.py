@@ -283,12 +283,9 @@ class _RecordedTicket:
             self._see()
         return is_done
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._inner.wait(timeout_s)
+    def wait(self) -> None:
+        self._inner.wait()
         self._see()
-
-    def cancel(self) -> bool:
-        return self._inner.cancel()
 
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
         return self._inner.passages()

@@ -93,7 +93,7 @@ class _Failed:
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
         return []
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         self._asked = True
         raise self._error
 

@@ -169,13 +169,10 @@ class Late:
     def done(self) -> bool:
         return self._ended.is_set()
 
-    def cancel(self) -> bool:
-        return False
-
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
         return []
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         if not self._is_interrupted:
             self._is_interrupted = True
             raise KeyboardInterrupt

@@ -22,8 +22,8 @@ from infinity.distributed.step import DistributedUpdater
 from infinity.errors import InfinityError, RankError
 from infinity.sizes import PAGE_NBYTES
 from infinity.state.partition import Partition
-from infinity.state.store import Transfer
 from infinity.state.units import StateKind
+from infinity.storage.protocol import Transfer
 from infinity.streaming.updates import chunk_update
 from infinity.streaming.updates.record import StepRecord
 from infinity.testing import SimulatedDevice

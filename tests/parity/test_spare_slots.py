@@ -62,14 +62,11 @@ class _Late:
     def done(self) -> bool:
         return (self._was_awaited or self._engine.is_idle) and self._ticket.done()
 
-    def cancel(self) -> bool:
-        return self._ticket.cancel()
-
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
         return self._ticket.passages()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._ticket.wait(timeout_s)
+    def wait(self) -> None:
+        self._ticket.wait()
         self._was_awaited = True
 
 

@@ -15,8 +15,7 @@ from torch import nn
 import infinity
 from infinity.engine.engine import Engine
 from infinity.errors import DeviceError, StorageError
-from infinity.state.store import Transfer
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import Priority, Transfer
 from infinity.streaming.updates import unit_update
 from infinity.streaming.weights.state import WeightState
 from infinity.testing.simulated_device import SimulatedDevice
@@ -129,7 +128,7 @@ class FailsOnce(Transfer):
     def done(self) -> bool:
         return True
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         if not self.has_told:
             self.has_told = True
             raise StorageError(5, operation="read", path="p", offset_nbytes=0, nbytes=4096)

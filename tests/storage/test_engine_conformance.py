@@ -412,7 +412,7 @@ def test_cancelled_request_fails_and_its_buffer_is_free(
         return True
 
     behind_a_queue(attempt)
-    assert sum(device.num_cancelled for device in engine.stats().by_device) == 1
+    assert sum(lane["num_cancelled"] for lane in engine._core.lanes()) == 1
 
 
 class _Interrupted(Exception):
@@ -785,11 +785,11 @@ def test_statistics_count_bytes_blocks_and_errors_by_file(
     assert sum(by_name["first"].read_latency[:78]) >= 8, "half of the reads take less than 10 s"
     assert 1 <= by_name["first"].max_in_flight <= 4
     assert 0 < by_name["first"].in_flight_s <= 4 * by_name["first"].busy_s
-    (device,) = stats.by_device
-    assert device.device == os.stat(by_name["first"].path).st_dev
-    assert (device.num_pending, device.num_in_flight) == (0, 0)
-    assert device.cpu_s > 0
-    assert sum(device.queue_wait) == 3
+    (lane,) = engine._core.lanes()
+    assert lane["device"] == os.stat(by_name["first"].path).st_dev
+    assert (lane["num_pending"], lane["num_in_flight"]) == (0, 0)
+    assert lane["cpu_s"] > 0
+    assert sum(lane["queue_wait"]) == 3
 
 
 def test_statistics_are_sums_over_files() -> None:

@@ -290,7 +290,7 @@ def test_stripes_over_two_real_drives_come_back(
         volume.read(extents, address=arena.address + 16 * MIB, **common).wait()
         assert arena.memory(16 * MIB, 12 * MIB) == data
         stats = engine.stats()
-        devices = {each.device for each in stats.by_device}
+        devices = {lane["device"] for lane in engine._core.lanes()}
         assert devices == {os.stat(path).st_dev for path in volume.file_paths}
         assert len(devices) == 2
         assert [each.write_nbytes for each in stats.by_file] == [8 * MIB, 4 * MIB]

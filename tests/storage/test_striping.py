@@ -56,8 +56,8 @@ class ThrottledTicket(WrappedTicket):
     def done(self) -> bool:
         return self._clock.perf_counter() >= self._ready_at_s and self._inner.done()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._inner.wait(timeout_s)
+    def wait(self) -> None:
+        self._inner.wait()
         self._clock.wait_until(self._ready_at_s)
 
 

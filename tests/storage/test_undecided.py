@@ -117,7 +117,7 @@ class InFlight(Ticket):
     def done(self) -> bool:
         return self.is_over
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         self.is_over = True
 
 

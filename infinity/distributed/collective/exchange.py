@@ -30,7 +30,7 @@ import torch
 from infinity.distributed.collective.process_groups import GroupOperations
 from infinity.ops.mean import write_mean
 from infinity.sizes import MIB, align_up
-from infinity.state.store import Transfer
+from infinity.storage.protocol import Transfer
 from infinity.tiers.device import Decoding, Region, ResizedRegion
 from infinity.tiers.streams import Event, Stream, StreamCopy, StreamDevice, event_behind
 

@@ -18,8 +18,9 @@ from infinity.distributed.collective.exchange import DeviceExchange, PlacedRange
 from infinity.distributed.collective.order import Key
 from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
-from infinity.state.store import DeviceLocation, Transfer
+from infinity.state.store import DeviceLocation
 from infinity.state.units import StateKind
+from infinity.storage.protocol import Transfer
 from infinity.streaming.weights.state import Arrival, WeightProvider
 from infinity.tiers.device import FINISHED, Copy, Decoding, Region
 

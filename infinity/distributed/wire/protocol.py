@@ -23,7 +23,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from infinity.errors import InfinityError
-from infinity.state.store import Transfer
+from infinity.storage.protocol import Transfer
 
 HEADER = struct.Struct("<BxxxIIIQ")  # type, three numbers, bytes that follow
 IN_MEMORY = 0x80

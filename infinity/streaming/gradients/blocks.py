@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.store import NvmeLocation, StateStore, Transfer
+from infinity.state.store import NvmeLocation, StateStore
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import Priority, Transfer
 from infinity.streaming.gradients.sums import SumState, UnitGradients
 from infinity.streaming.gradients.tensors import CompleteSums, TensorGradient, has_any
 from infinity.tiers.host import Block, HostPool

@@ -25,8 +25,9 @@ import torch
 
 from infinity.errors import UnsupportedError
 from infinity.ops.host_sums import LEAST_NBYTES, add_, copy_
-from infinity.state.store import DeviceLocation, StateStore, Transfer
+from infinity.state.store import DeviceLocation, StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
+from infinity.storage.protocol import Transfer
 from infinity.tiers.host import Block
 
 _WIDENED_NUMEL = 1 << 20  # Elements that are widened at a time.

@@ -32,10 +32,10 @@ from infinity.ops.optimizers import is_native, step_
 from infinity.ops.rules import Settings
 from infinity.ops.span import StateSpan
 from infinity.state.moments_8bit import states_within
-from infinity.state.store import Transfer
 from infinity.state.undecided import ByteRange
 from infinity.state.units import Chunk, Slice, StateKind, weight_of
 from infinity.storage.checksums import PageDigests
+from infinity.storage.protocol import Transfer
 from infinity.streaming.updates.record import StepRecord
 from infinity.tiers.device import Copy, DeviceAdapter
 from infinity.tiers.host import Block

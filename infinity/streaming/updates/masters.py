@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from infinity.ops.exact import join, split
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
-from infinity.state.store import StateStore, Transfer, await_end
+from infinity.state.store import StateStore, await_end
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import Priority, Transfer
 from infinity.tiers.host import HostPool
 
 # Splitting makes a few temporaries of the elements it works on.

@@ -23,10 +23,10 @@ import torch
 from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.placement import STATE_KINDS, staging_nbytes
-from infinity.state.store import DeviceLocation, LocalStore, StateStore, Transfer
+from infinity.state.store import DeviceLocation, LocalStore, StateStore
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import Priority, Transfer
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.chunk_update import StagedChunk, StagingSlot
 from infinity.streaming.updates.record import UpdateSettings

@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.observe import Counters
-from infinity.state.store import DeviceLocation, Transfer
+from infinity.state.store import DeviceLocation
 from infinity.state.units import Chunk, StateKind, Unit
+from infinity.storage.protocol import Transfer
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.early import EarlyUpdates
 from infinity.streaming.updates.record import StepRecord, UpdatedWeights, UpdateSettings

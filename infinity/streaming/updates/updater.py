@@ -29,9 +29,10 @@ from typing_extensions import override
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.store import StateStore, Transfer
+from infinity.state.store import StateStore
 from infinity.state.undecided import UndecidedState
 from infinity.state.units import Chunk, StateKind, Unit
+from infinity.storage.protocol import Transfer
 from infinity.streaming.gradients.store import GradientStore
 from infinity.streaming.updates.record import StepRecord, StepRunner, UpdatedWeights, UpdateSettings
 from infinity.streaming.updates.staging_ring import StagingRing

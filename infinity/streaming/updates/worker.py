@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.state.store import Transfer
+from infinity.storage.protocol import Transfer
 
 MOST_CHECKED_OUT = 2  # Units whose weights are checked out for the worker at once.
 _POLL_S = 0.05

@@ -23,9 +23,9 @@ import contextlib
 
 from infinity.errors import StorageError
 from infinity.observe import Counters
-from infinity.state.store import DeviceLocation, HostLocation, StateStore, Transfer
+from infinity.state.store import DeviceLocation, HostLocation, StateStore
 from infinity.state.units import StateKind, Unit
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import Priority, Transfer
 from infinity.streaming.weights.access_order import AccessOrder
 from infinity.streaming.weights.decoding import WeightDecoding
 from infinity.streaming.weights.eviction import ByNextUse, main_sizes

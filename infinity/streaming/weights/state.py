@@ -29,9 +29,9 @@ from typing import Protocol
 
 import torch
 
-from infinity.state.store import Transfer
 from infinity.state.units import Unit
 from infinity.storage.generations import UndecidedContent
+from infinity.storage.protocol import Transfer
 from infinity.tiers.device import FINISHED, Copy, Decoding, Region
 from infinity.tiers.host import Block
 
