@@ -7,7 +7,10 @@ refused: fio, DeepSpeed and pydantic read it three different ways.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from decimal import Decimal
+from typing import Any, TypeVar
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -25,6 +28,34 @@ _UNITS = {
 }  # fmt: skip
 _EXACT_UNITS = ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "kB")
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+
+class ByteRange:
+    """`nbytes` at `offset_nbytes`: a base of dataclasses with these fields."""
+
+    __slots__ = ()
+    offset_nbytes: int
+    nbytes: int
+
+    @property
+    def end_nbytes(self) -> int:
+        """The offset behind the range."""
+        return self.offset_nbytes + self.nbytes
+
+
+_Range = TypeVar("_Range", bound=ByteRange)
+
+
+def joined(ranges: Iterable[_Range], file_of: Callable[[_Range], object]) -> tuple[_Range, ...]:
+    """Returns the same bytes: ranges that follow each other in a file are one."""
+    found: list[_Range] = []
+    for part in ranges:
+        last: Any = found[-1] if found else None
+        if last and (file_of(last), last.end_nbytes) == (file_of(part), part.offset_nbytes):
+            found[-1] = replace(last, nbytes=last.nbytes + part.nbytes)
+        else:
+            found.append(part)
+    return tuple(found)
 
 
 def parse_nbytes(text: str | int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from typing_extensions import override
@@ -16,6 +16,7 @@ from infinity.codecs.floats import MX_BLOCK
 from infinity.codecs.part import Decoder
 from infinity.errors import ConfigError
 from infinity.plan.shapes import ModelShape, PartKey, Place, Weight
+from infinity.sizes import joined
 from infinity.state.stored import StoredSlice, StoredTensor
 from infinity.storage.protocol import FileRange
 
@@ -83,7 +84,7 @@ class _PlannedBytes(Decoder):
 
 def stored_bytes(ranges: Iterable[FileRange]) -> StoredTensor:
     """Returns a planned parameter of bytes that rests in these ranges."""
-    parts = joined(ranges)
+    parts = _in_files(ranges)
     nbytes = sum(part.nbytes for part in parts)
     return (StoredSlice("", (slice(0, nbytes),), (0,), (nbytes,), _PlannedBytes(), parts),)
 
@@ -95,7 +96,7 @@ def stored_experts(
     of single experts; a range of `stacks` has all experts one behind the other."""
     codec = _PlannedBytes()
     single = [
-        StoredSlice("", (expert,), (), (), codec, joined(ranges))
+        StoredSlice("", (expert,), (), (), codec, _in_files(ranges))
         for expert, ranges in sorted(of_experts.items())
     ]
     stacked = [
@@ -105,16 +106,10 @@ def stored_experts(
     return (*single, *stacked)
 
 
-def joined(ranges: Iterable[FileRange]) -> tuple[FileRange, ...]:
+def _in_files(ranges: Iterable[FileRange]) -> tuple[FileRange, ...]:
     """Returns the ranges in the order of files and offsets, neighbours as one."""
-    found: list[FileRange] = []
-    for part in sorted(ranges, key=lambda part: (part.path, part.offset_nbytes)):
-        last = found[-1] if found else None
-        if last and last.path == part.path and last.end_nbytes == part.offset_nbytes:
-            found[-1] = replace(last, nbytes=last.nbytes + part.nbytes)
-        else:
-            found.append(part)
-    return tuple(found)
+    in_order = sorted(ranges, key=lambda part: (part.path, part.offset_nbytes))
+    return joined(in_order, lambda part: part.path)
 
 
 PLAIN = "bf16"

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from infinity.sizes import ByteRange
 from infinity.storage.protocol import FileRange
 
 NOWHERE = -1  # In a frozen map: it needs no generation here.
@@ -27,17 +28,12 @@ _NO_END = 1 << 62  # Behind the end of every file.
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRun:
+class GenerationRun(ByteRange):
     """`nbytes` at `offset_nbytes` of the file of one generation."""
 
     generation: int
     offset_nbytes: int
     nbytes: int
-
-    @property
-    def end_nbytes(self) -> int:
-        """The offset behind the run."""
-        return self.offset_nbytes + self.nbytes
 
 
 class GenerationMap:

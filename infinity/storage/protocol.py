@@ -20,6 +20,8 @@ from typing import Literal, Protocol, Self, TypeAlias
 
 from typing_extensions import override
 
+from infinity.sizes import ByteRange
+
 Operation = Literal["read", "write"]
 
 
@@ -51,17 +53,12 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class FileRange:
+class FileRange(ByteRange):
     """A range of the file at `path`."""
 
     path: str
     offset_nbytes: int
     nbytes: int
-
-    @property
-    def end_nbytes(self) -> int:
-        """The offset behind the range."""
-        return self.offset_nbytes + self.nbytes
 
 
 class Transfer(Protocol):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from infinity.sizes import joined
 from infinity.storage.volume import Volume
-from infinity.storage.volume_layout import Extent, joined
+from infinity.storage.volume_layout import Extent
 
 SLOT_NBYTES = 256 << 10
 
@@ -42,7 +43,8 @@ class ScratchSpace:
             kept = len(self._free) - count
             slots = tuple(self._free[kept:])
             del self._free[kept:]
-        return Scratch(slots, joined(extent for slot in slots for extent in slot))
+        extents = (extent for slot in slots for extent in slot)
+        return Scratch(slots, joined(extents, lambda extent: extent.path_index))
 
     def give_back(self, scratch: Scratch) -> None:
         """Nothing is read from it or written to it any more."""

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.errors import CapacityError, ConfigError
-from infinity.sizes import PAGE_NBYTES, align_down, align_up, format_nbytes
+from infinity.sizes import PAGE_NBYTES, ByteRange, align_down, align_up, format_nbytes, joined
 
 # Decides the space that is needed with spare generations.
 SPARES_REMEDY = "change tiers.nvme.capacity, checkpoint.keep or checkpoint.durability"
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(ByteRange):
     """A contiguous range of the swap file on path `path_index`."""
 
     path_index: int
@@ -106,22 +106,7 @@ def stripe(
             used[index] += taken_nbytes
             nbytes -= taken_nbytes
 
-    return [joined(lay_out(nbytes)) for nbytes in rounded]
-
-
-def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """Returns the same bytes; neighbours that follow each other in a file are one extent."""
-    found: list[Extent] = []
-    for extent in extents:
-        last = found[-1] if found else None
-        if last and (last.path_index, last.offset_nbytes + last.nbytes) == (
-            extent.path_index,
-            extent.offset_nbytes,
-        ):
-            found[-1] = Extent(last.path_index, last.offset_nbytes, last.nbytes + extent.nbytes)
-        else:
-            found.append(extent)
-    return tuple(found)
+    return [joined(lay_out(nbytes), lambda extent: extent.path_index) for nbytes in rounded]
 
 
 def share_with_spares(
@@ -172,8 +157,7 @@ def growths_of(
     spared = [[list[tuple[int, int]]() for _ in range(num_spares)] for _ in sizes_nbytes]
     for extents, (num_files, head_nbytes) in zip(buffers, heads, strict=True):
         for extent in extents:
-            end_nbytes = extent.offset_nbytes + extent.nbytes
-            ends[extent.path_index] = max(ends[extent.path_index], end_nbytes)
+            ends[extent.path_index] = max(ends[extent.path_index], extent.end_nbytes)
         for extent, _ in slice_extents(extents, offset_nbytes=0, nbytes=head_nbytes):
             for ranges in spared[extent.path_index][:num_files]:
                 ranges.append((extent.offset_nbytes, extent.nbytes))

@@ -14,20 +14,15 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_down, align_up
+from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, ByteRange, align_down, align_up
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class Range(ByteRange):
     """`nbytes` bytes from `offset_nbytes`; both multiples of PAGE_NBYTES."""
 
     offset_nbytes: int
     nbytes: int
-
-    @property
-    def end_nbytes(self) -> int:
-        """The offset behind the range."""
-        return self.offset_nbytes + self.nbytes
 
 
 def rounded_nbytes(nbytes: int) -> int:

@@ -113,7 +113,7 @@ def _merged(checkpoint: Path, checksums: Sequence[RunChecksum]) -> list[RunCheck
             reached = [part]
             while reached:
                 first = reached.pop()
-                for second in from_offset.get(first.offset_nbytes + first.nbytes, ()):
+                for second in from_offset.get(first.end_nbytes, ()):
                     nbytes = first.nbytes + second.nbytes
                     digests_nbytes = second.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
                     crc = joined_crc32(first.crc32c, second.crc32c, digests_nbytes)

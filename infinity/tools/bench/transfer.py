@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from infinity.errors import StorageError
-from infinity.sizes import GIB, MIB, align_down
+from infinity.sizes import GIB, MIB, ByteRange, align_down, joined
 from infinity.storage.arena import Arena
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.volume_layout import slice_extents
@@ -41,7 +41,7 @@ def next_seed() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferMove:
+class TransferMove(ByteRange):
     """One extent: `nbytes` at `offset_nbytes` of a region, and at `place_nbytes` of the arena."""
 
     operation: Operation
@@ -222,22 +222,11 @@ def compare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> bool:
     )
 
 
-def _spans(moves: Sequence[TransferMove]) -> list[TransferMove]:
+def _spans(moves: Sequence[TransferMove]) -> Sequence[TransferMove]:
     """Returns the moves in the order of the region; those that are adjacent in it and in memory
     become one."""
-    spans: list[TransferMove] = []
-    for move in sorted(moves, key=lambda entry: (entry.operation, entry.offset_nbytes)):
-        last = spans[-1] if spans else None
-        if (
-            last is not None
-            and last.operation == move.operation
-            and last.offset_nbytes + last.nbytes == move.offset_nbytes
-            and last.place_nbytes + last.nbytes == move.place_nbytes
-        ):
-            spans[-1] = replace(last, nbytes=last.nbytes + move.nbytes)
-        else:
-            spans.append(move)
-    return spans
+    in_order = sorted(moves, key=lambda move: (move.operation, move.offset_nbytes))
+    return joined(in_order, lambda move: (move.operation, move.place_nbytes - move.offset_nbytes))
 
 
 # -- The ceiling without an engine: a raw ring -----------------------------------------------------
