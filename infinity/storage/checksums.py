@@ -27,9 +27,8 @@ from infinity._core import PageDigests as PageDigests
 from infinity.errors import CorruptionError, corrupt, reporting
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.closing import Closing
-from infinity.storage.daemon_threads import DaemonThreads
 from infinity.storage.generations import GenerationMap, GenerationRun
-from infinity.storage.protocol import FollowedTicket, Ticket, WrappedTicket
+from infinity.storage.protocol import Ticket, WrappedTicket
 from infinity.storage.volume_layout import Extent
 
 CHECKSUM_NBYTES = 4
@@ -130,81 +129,32 @@ def _entries(offset_nbytes: int, nbytes: int) -> slice:
 
 class BufferChecksums:
     """CRC32C of each page of every buffer, as last written: a table for each path. Thread-safe as
-    `PageChecksums`.
+    `PageChecksums`. The caller of a write computes them, on up to `num_threads` threads."""
 
-    With `is_deferred` a thread of this object computes the checksums of a write beside the
-    transfer, in the order of the writes; they are needed when something is frozen, not before.
-    Else the caller of a write computes them, on up to `num_threads` threads.
-    """
-
-    def __init__(self, *, is_deferred: bool, num_threads: int = 1) -> None:
+    def __init__(self, num_threads: int = 1) -> None:
         self._num_threads = num_threads
         self.tables: list[PageChecksums] = []
-        self._digester = DaemonThreads(1, "infinity-checksums") if is_deferred else None
-
-    def close(self) -> None:
-        """Ends the thread."""
-        if self._digester is not None:
-            self._digester.close()
 
     def of(self, extents: Sequence[Extent]) -> bytes:
         """Returns the checksums of a buffer, 4 bytes for each page in native order."""
-        if self._digester is not None:
-            # Behind the writes that were queued before.
-            self._digester.submit(lambda: None).result()
         return b"".join(
             self.tables[extent.path_index].of(extent.offset_nbytes, extent.nbytes)
             for extent in extents
         )
 
     def put(self, extents: Sequence[Extent], checksums: bytes) -> None:
-        """Sets the checksums of a buffer, as `of` returns them, behind those of earlier writes."""
-        if self._digester is not None:
-            self._digester.submit(self._put, extents, checksums)
-        else:
-            self._put(extents, checksums)
-
-    def _put(self, extents: Sequence[Extent], checksums: bytes) -> None:
+        """Sets the checksums of a buffer, as `of` returns them."""
         at = 0
         for extent in extents:
             nbytes = extent.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
             self.tables[extent.path_index].put(extent.offset_nbytes, checksums[at : at + nbytes])
             at += nbytes
 
-    def digests(
-        self, address: int, nbytes: int, known: PageDigests | None, *, is_now: bool = False
-    ) -> bytes | None:
-        """Returns the checksums of what is written. None if `record` computes them later; never
-        with `is_now`.
-
-        `known`: the checksums as far as an update has taken them.
-        """
-        if self._digester is not None and not is_now:
-            return None
+    def digests(self, address: int, nbytes: int, known: PageDigests | None) -> bytes:
+        """Returns the checksums of what is written. `known`: as far as an update has taken them."""
         if known is not None:
             return known.finish(self._num_threads)
         return digest(address, nbytes, self._num_threads)
-
-    def record(
-        self,
-        ticket: Ticket,
-        extents: Sequence[Extent],
-        address: int,
-        checksums: bytes | None,
-        known: PageDigests | None,
-    ) -> Ticket:
-        """Records the checksums of a write that is queued. Returns the ticket to wait for: the
-        memory belongs to the write until that ticket is done."""
-        if checksums is not None:
-            self.put(extents, checksums)
-            return ticket
-        assert self._digester is not None
-        work = self._digester.submit(self._digest, extents, address, known)
-        return FollowedTicket(ticket, work)
-
-    def _digest(self, extents: Sequence[Extent], address: int, known: PageDigests | None) -> None:
-        nbytes = sum(extent.nbytes for extent in extents)
-        self._put(extents, digest(address, nbytes) if known is None else known.finish(1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Volume(Closing):
         # Checksums of the current bytes of each path, in any generation.
         self._checksums: BufferChecksums | None = None
         if verify or num_spares:
-            self._checksums = BufferChecksums(is_deferred=not verify, num_threads=num_threads)
+            self._checksums = BufferChecksums(num_threads)
         self._reserving = threading.Lock()
         self._write_failures = _WriteFailures()
         self._lock = threading.Lock()  # guards the two below
@@ -218,22 +218,21 @@ class Volume(Closing):
     ) -> Ticket:
         """Writes memory, which must not change until the ticket is done, to a range of a buffer.
         With `undecided` reads return its old bytes until `publish`. `digests`: of the memory."""
-        is_undecided = undecided is not None
-        targets = partial(self._targets, is_undecided=is_undecided)
+        targets = partial(self._targets, is_undecided=undecided is not None)
         placed = self._place(extents, offset_nbytes, nbytes, address, targets)
-        checksums = None
-        if self._checksums is not None:  # With `verify` before the write: the next read needs them.
-            checksums = self._checksums.digests(address, nbytes, digests, is_now=is_undecided)
+        checksums = b""
+        if self._checksums is not None:  # Before the write: the next read needs them.
+            checksums = self._checksums.digests(address, nbytes, digests)
         # Queued, then recorded: a refused write leaves the old bytes and checksums.
         ticket = self.engine.submit("write", self._segments(placed), priority)
         if undecided is not None:
-            assert checksums is not None
+            assert self._checksums is not None
             undecided.runs += [(path_index, run) for path_index, run, _ in placed]
             undecided.checksums.append(checksums)
         else:
             if self._checksums is not None:
                 written = [Extent(i, run.offset_nbytes, run.nbytes) for i, run, _ in placed]
-                ticket = self._checksums.record(ticket, written, address, checksums, digests)
+                self._checksums.put(written, checksums)
             if self.num_spares:
                 with self._lock:
                     for path_index, run, _ in placed:
@@ -359,8 +358,6 @@ class Volume(Closing):
             return
         self._is_closed = True
         with contextlib.ExitStack() as stack:  # One failure does not keep the others from closing.
-            if self._checksums is not None:
-                stack.callback(self._checksums.close)
             for opened in self._open:
                 stack.callback(opened.directory.close, remove=remove)
             for file in self._files():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -86,27 +85,6 @@ def test_a_published_page_that_changed_on_the_drive_is_found(
             file.write(b"3")
         with pytest.raises(CorruptionError):
             read(volume, arena, extents)
-
-
-def test_a_late_checksum_of_an_earlier_write_does_not_pass_a_published_one(
-    open_any, arena: Arena, tmp_path: Path
-) -> None:
-    drives = [VolumePath(str(tmp_path / "a"))]
-    with Volume(open_any("threads"), drives, verify=False, num_spares=2) as volume:
-        (extents,) = volume.reserve([SIZE])
-        late, content = threading.Event(), UndecidedContent()
-        volume._checksums._digester.submit(late.wait)
-        arena.memory(SIZE, SIZE)[:] = b"1" * SIZE
-        earlier = volume.write(
-            extents, offset_nbytes=0, nbytes=SIZE, address=arena.address + SIZE,
-            priority=Priority.WRITE_BACK,
-        )  # fmt: skip
-        write_undecided(volume, arena, extents, content, b"2" * SIZE)
-        volume.publish(content)
-        late.set()
-        earlier.wait()
-        volume.freeze()  # From now on a read compares.
-        assert read(volume, arena, extents) == b"2" * SIZE
 
 
 class InFlight(Ticket):
