@@ -24,7 +24,6 @@ from infinity.storage.arena import Arena
 from infinity.storage.probe import (
     explain_missing_uring,
     explain_refused_rings,
-    grants_ring_flags,
     memlock_nbytes,
 )
 from infinity.storage.protocol import (
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
     from infinity.config.schema.engine import Io
 
 EngineName = Literal["auto", "io_uring", "threads"]
-RingFlags = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
-
-MAX_RINGS = 16
 
 # Bytes in flight per drive: at the least, at first, at the most. An urgent read waits behind them.
 _IN_FLIGHT_NBYTES = (8 * MIB, 16 * MIB, 32 * MIB)
@@ -156,8 +152,6 @@ def open_configured(io: Io, arena: Arena | None, **changes: Any) -> StorageEngin
         "block_nbytes": io.block_size,
         "queue_depth": io.queue_depth,
         "num_threads": io.threads,
-        "num_rings": io.rings,
-        "ring_flags": io.flags,
     }
     options |= {name: value for name, value in changes.items() if value is not None}
     return open_engine(io.engine, arena=arena, **options)
@@ -171,8 +165,6 @@ def open_engine(
     queue_depth: int | Literal["auto"] = 4,
     num_threads: int = 4,
     max_pending: int = 1024,
-    num_rings: int = 1,
-    ring_flags: RingFlags = "auto",
 ) -> StorageEngine:
     """Opens the engine `name`; "auto" takes io_uring, or threads with one warning and its cause.
 
@@ -180,15 +172,10 @@ def open_engine(
     engine. `queue_depth` counts blocks of `block_nbytes` in flight per device; smaller ones are
     issued until their bytes are as many; "auto" finds the number while the drive works.
     `num_threads` threads serve a device of the thread engine.
-    `max_pending` bounds the unfinished requests per device and priority. `num_rings` rings share
-    the window and the queue of one device, each with a thread; `ring_flags` are what they are set
-    up with, "auto" the best that the kernel grants (io/README.md); the thread engine uses
-    neither. The environment variable INFINITY_IO_ENGINE overrides "auto" only.
-    Raises UnsupportedError when `name` is "io_uring" and the kernel refuses it, or when it refuses
-    flags that the configuration names.
+    `max_pending` bounds the unfinished requests per device and priority. The environment variable
+    INFINITY_IO_ENGINE overrides "auto" only. Raises UnsupportedError when `name` is "io_uring" and
+    the kernel refuses it.
     """
-    if not 1 <= num_rings <= MAX_RINGS:
-        raise ConfigError(f"{num_rings=}, expected 1..{MAX_RINGS}")
     least, start, most = depth_range(queue_depth, block_nbytes)
 
     def opened(*, is_uring: bool) -> StorageEngine:
@@ -196,7 +183,7 @@ def open_engine(
             core = _core.Engine(
                 is_uring, None if arena is None else arena.core,
                 block_nbytes=block_nbytes, queue_depth=start, num_threads=num_threads,
-                max_pending=max_pending, num_rings=num_rings, ring_flags=ring_flags,
+                max_pending=max_pending, num_rings=1, ring_flags="auto",
                 min_queue_depth=least if least < most else 0,
                 max_queue_depth=most if least < most else 0,
             )  # fmt: skip
@@ -204,7 +191,7 @@ def open_engine(
             raise ConfigError(str(error)) from None
         return NativeEngine(core, is_uring=is_uring, has_arena=arena is not None)
 
-    chosen = _chosen(name, ring_flags)
+    chosen = _chosen(name)
     if chosen == "threads":
         return opened(is_uring=False)
     try:
@@ -217,7 +204,7 @@ def open_engine(
         return opened(is_uring=False)
 
 
-def _chosen(name: EngineName, ring_flags: RingFlags) -> EngineName:
+def _chosen(name: EngineName) -> EngineName:
     """Returns "threads" where io_uring is not asked for, or "auto" may not have it; else `name`."""
     chosen = os.environ.get("INFINITY_IO_ENGINE", "auto") if name == "auto" else name
     if chosen not in get_args(EngineName):
@@ -229,11 +216,6 @@ def _chosen(name: EngineName, ring_flags: RingFlags) -> EngineName:
     if cause is not None:
         _warn_of_fallback(cause)
         return "threads"
-    if chosen != "threads" and ring_flags != "auto" and not grants_ring_flags(ring_flags):
-        raise UnsupportedError(
-            f"this kernel ({os.uname().release}) refuses rings with {ring_flags}; "
-            'flags = "auto" takes the best that it grants'
-        )
     return cast(EngineName, chosen)
 
 

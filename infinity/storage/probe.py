@@ -34,12 +34,6 @@ def probe_uring() -> _core.UringProbe:
 
 
 @functools.cache
-def grants_ring_flags(ring_flags: str) -> bool:
-    """Returns whether the kernel grants a ring with the flags that `[io] flags` names."""
-    return _core.probe_uring(ring_flags)["errno"] != errno.EINVAL
-
-
-@functools.cache
 def find_uring_refusal() -> Refusal | None:
     """None when io_uring works, else cause and remedy."""
     found = probe_uring()

@@ -63,7 +63,6 @@ def test_what_was_measured_is_printed_where_a_file_cannot_be_written(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "CANDIDATES", tuning.CANDIDATES[:1])
-    monkeypatch.setattr(tuning, "RING_SETUPS", tuning.RING_SETUPS[:1])
     words = ("bench", "--only", "latency", *SMALL)
     if option == "--write":
         words = ("tune", "--time", "1", "--size", "64MiB")
@@ -119,9 +118,8 @@ def test_sigterm_removes_the_files(tmp_path: Path) -> None:
 def test_tune_prints_a_fragment_for_the_named_paths(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Four candidates and three setups instead of 11 and 9: test_tune.py has the search over all.
+    # Four candidates instead of 11: test_tune.py has the search over all.
     monkeypatch.setattr(tuning, "CANDIDATES", tuning.CANDIDATES[::3])
-    monkeypatch.setattr(tuning, "RING_SETUPS", tuning.RING_SETUPS[:3])
     written = config.parent / "io.toml"
     done = run_command("tune", config, "--time", "1", "--size", "64MiB", "--write", written)
     assert done.exit_code == 0, done.output

@@ -11,11 +11,10 @@ import pytest
 
 from infinity.config import SwapConfig
 from infinity.sizes import MIB
-from infinity.storage.probe import explain_missing_uring
 from infinity.tools.bench import tune
 from infinity.tools.bench.measure import IoSettings, Lab, SampleSummary
 from infinity.tools.bench.nvme import KINDS
-from infinity.tools.bench.tune import PathBandwidth, RingSetup, TunedSetting
+from infinity.tools.bench.tune import PathBandwidth, TunedSetting
 
 SMALL, MIDDLE, LARGE = (IoSettings(4 * MIB, depth) for depth in (2, 4, 8))
 
@@ -72,12 +71,12 @@ def test_two_searches_of_one_noisy_drive_agree() -> None:
     assert {search(seed) for seed in range(20)} == {IoSettings(4 * MIB, 2)}
 
 
-def choice(*gb_per_s: float, rings: RingSetup | None = None) -> TunedSetting:
+def choice(*gb_per_s: float) -> TunedSetting:
     paths = tuple(
         PathBandwidth(f"/mnt/{index}", *[SampleSummary(each, each / 2, each * 2, 5)] * 3)
         for index, each in enumerate(gb_per_s)
     )
-    return TunedSetting(MIDDLE, {MIDDLE: 1.0}, rings, {}, 3, 0.005, paths)
+    return TunedSetting(MIDDLE, {MIDDLE: 1.0}, 3, 0.005, paths)
 
 
 def test_fragment_is_a_configuration() -> None:
@@ -97,68 +96,12 @@ def test_fragment_of_unequal_drives_has_weights_and_whole_stripes() -> None:
     assert config.io.stripe == config.io.block_size
 
 
-def test_fragment_names_rings_and_flags() -> None:
-    text = tune.to_toml(choice(2.5, rings=RingSetup(2, "coop_taskrun")), ["/mnt/0"], "remark")
-    config = SwapConfig.load(tomllib.loads(text))
-    assert (config.io.rings, config.io.flags) == (2, "coop_taskrun")
-    assert "rings" not in tune.to_toml(choice(2.5), ["/mnt/0"], "remark")
-
-
-AUTO, PLAIN, TWO = RingSetup(1, "auto"), RingSetup(1, "none"), RingSetup(2, "auto")
-
-
-def test_other_rings_have_to_earn_their_place() -> None:
-    def chosen(plain: float, two: float) -> RingSetup:
-        found = {AUTO: [1.0] * 4, PLAIN: [plain] * 4, TWO: [two] * 4}
-        return tune.choose_rings(dict.fromkeys(KINDS, found), AUTO)
-
-    assert chosen(1.04, 1.04) == AUTO
-    assert chosen(1.0, 1.08) == TWO
-    assert chosen(1.04, 1.2) == TWO
-    assert chosen(1.18, 1.2) == PLAIN  # As good, with fewer rings.
-    lucky = {AUTO: [1.0] * 4, TWO: [1.5, 1.5, 0.9, 0.9]}
-    assert tune.choose_rings(dict.fromkeys(KINDS, lucky), AUTO) == AUTO
-
-
-@pytest.mark.parametrize(("two_gain", "expected"), [(1.0, AUTO), (1.2, TWO)])
-def test_noise_alone_does_not_change_the_rings(two_gain: float, expected: RingSetup) -> None:
-    """4 % noise on every figure; two rings with the default flags are as good, or better."""
-
-    def search(seed: int) -> RingSetup:
-        chance = random.Random(seed)
-        found = {
-            kind: {
-                who: [(two_gain if who == TWO else 1.0) * chance.gauss(1.0, 0.04) for _ in range(5)]
-                for who in tune.RING_SETUPS
-            }
-            for kind in KINDS
-        }
-        return tune.choose_rings(found, AUTO)
-
-    assert {search(seed) for seed in range(100)} == {expected}
-
-
-def test_only_setups_that_differ_are_tried() -> None:
-    def names(*granted: str) -> list[str]:
-        setups = tune.ring_setups(lambda flags: flags in granted)
-        return [setup.flags for setup in setups if setup.num_rings == 1]
-
-    assert names("defer_taskrun", "coop_taskrun", "none") == ["auto", "coop_taskrun", "none"]
-    assert names("coop_taskrun", "none") == ["auto", "none"]
-    assert names("none") == ["auto"]
-    assert len(tune.ring_setups(lambda flags: flags == "none")) == 3
-
-
 def test_search_on_a_real_directory(make_lab: Callable[..., Lab]) -> None:
     lab = make_lab(2)
     lab = replace(lab, effort=replace(lab.effort, nbytes=16 * MIB))
     found = tune.search(lab, limit_s=0.0)
     assert found.best in tune.CANDIDATES and found.rounds == 3
     assert found.best in found.scores and 0 < found.scores[found.best] <= 1
-    if explain_missing_uring() is None:
-        assert found.rings in tune.RING_SETUPS and found.rings in found.ring_scores
-    else:
-        assert found.rings is None and found.ring_scores == {}
     assert [path.path for path in found.paths] == [str(each) for each in lab.directories]
     assert all(path.read.count == 5 and path.read.low > 0 for path in found.paths)
     assert all(list(directory.iterdir()) == [] for directory in lab.directories)

@@ -31,7 +31,7 @@ def arena() -> Iterator[Arena]:
         yield arena
 
 
-@pytest.fixture(params=[*ENGINE_NAMES, "three rings", "faulty"])
+@pytest.fixture(params=[*ENGINE_NAMES, "faulty"])
 def engine_name(request: pytest.FixtureRequest) -> str:
     """Every engine that the conformance suite covers."""
     return request.param
@@ -50,17 +50,11 @@ def open_any(arena: Arena) -> Iterator[OpenEngine]:
     with ExitStack() as stack:
 
         def open_one(name: str, **options: object) -> StorageEngine:
-            if (
-                name in ("io_uring", "three rings")
-                and (cause := explain_missing_uring()) is not None
-            ):
+            if name == "io_uring" and (cause := explain_missing_uring()) is not None:
                 pytest.skip(f"io_uring does not work here: {cause}")
             wanted = {"block_nbytes": BLOCK_NBYTES, "queue_depth": 4, "num_threads": 2, **options}
-            if name == "three rings":
-                wanted["num_rings"] = 3
-            made_of = {"faulty": "threads", "three rings": "io_uring"}
             engine = open_engine(
-                made_of.get(name, name),
+                "threads" if name == "faulty" else name,
                 arena=wanted.pop("arena", arena),
                 **wanted,
             )

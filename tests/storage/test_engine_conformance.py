@@ -17,11 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.errors import ConfigError, StorageError, UnsupportedError
+from infinity.errors import ConfigError, StorageError
 from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.native_engine import NativeEngine, open_engine
-from infinity.storage.probe import explain_missing_uring, grants_ring_flags
 from infinity.storage.protocol import EngineStats, FileStats, Priority, Segment, StorageEngine
 from tests.support.forked import TIME_LIMIT_S
 from tests.support.memory import resident_nbytes
@@ -278,34 +277,6 @@ def test_small_extents_are_large_blocks_or_many_in_flight(
         assert stats.num_reads + stats.num_writes == num_commands
     most = 8 * MIB // (64 * KIB) if native_name == "io_uring" else 4  # A thread has one at a time.
     assert most // 4 <= stats.max_in_flight <= most
-
-
-@pytest.mark.parametrize("ring_flags", ["auto", "defer_taskrun", "coop_taskrun", "none"])
-def test_flags_that_are_named_are_those_of_the_ring(
-    open_any, arena: Arena, make_file: Make, ring_flags: str
-) -> None:
-    if not grants_ring_flags(ring_flags):
-        with pytest.raises(UnsupportedError):
-            open_any("io_uring", ring_flags=ring_flags)
-        return
-    engine = open_any("io_uring", ring_flags=ring_flags, num_rings=2)
-    data = random_bytes(MIB, seed=13)
-    file = engine.open(make_file(data), direct=True)
-    engine.submit("read", [Segment(file, 0, arena.address, MIB)], Priority.FORWARD).wait()
-    assert arena.memory(0, MIB) == data
-    (lane,) = engine._core.lanes()
-    assert lane["num_rings"] == 2
-    assert (lane["ring_flags"] == 0) == (ring_flags == "none")
-
-
-def test_flags_that_the_kernel_refuses_are_named(
-    monkeypatch: pytest.MonkeyPatch, arena: Arena
-) -> None:
-    if explain_missing_uring() is not None:
-        pytest.skip("io_uring does not work here")
-    monkeypatch.setattr("infinity.storage.native_engine.grants_ring_flags", lambda flags: False)
-    with pytest.raises(UnsupportedError, match="refuses rings with defer_taskrun"):
-        open_engine("io_uring", arena=arena, ring_flags="defer_taskrun")
 
 
 @settings(max_examples=30)
@@ -852,9 +823,6 @@ def test_requests_cross_the_boundary_of_two_registered_buffers(open_any, make_fi
         {"queue_depth": 0},
         {"num_threads": 0},
         {"queue_depth": 1025},
-        {"num_rings": 0},
-        {"num_rings": 17},
-        {"ring_flags": "sqpoll"},
     ],
 )
 def test_impossible_options_are_refused(arena: Arena, options: dict[str, int]) -> None:

@@ -84,8 +84,6 @@ def test_single_fault_is_a_single_line() -> None:
     ("key", "value", "expected"),
     [
         ("queue_depth", 1025, "an integer from 1 to 1024; got 1025"),
-        ("rings", 17, "an integer from 1 to 16; got 17"),
-        ("flags", "sqpoll", '"auto", "defer_taskrun", "coop_taskrun" or "none"; got "sqpoll"'),
         ("block_size", "2GiB", "at most 1GiB"),
     ],
 )
@@ -95,18 +93,25 @@ def test_limits_of_the_engine_are_those_of_the_file(key: str, value: Any, expect
 
 
 def test_engine_opens_with_the_largest_values_of_the_file() -> None:
-    io = SwapConfig.load(
-        {"io": {"queue_depth": 1024, "rings": 16, "threads": 1024, "block_size": "1GiB"}}
-    ).io
+    io = SwapConfig.load({"io": {"queue_depth": 1024, "threads": 1024, "block_size": "1GiB"}}).io
     open_engine(
         "auto",
         arena=None,
         block_nbytes=io.block_size,
         queue_depth=io.queue_depth,
         num_threads=io.threads,
-        num_rings=io.rings,
-        ring_flags=io.flags,
     ).close()
+
+
+def test_rings_that_an_earlier_tune_has_written_are_ignored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "infinity")
+    found = SwapConfig.load({"io": {"rings": 2, "flags": "none", "queue_depth": 4}})
+    assert found == SwapConfig.load({"io": {"queue_depth": 4}})
+    assert [record.getMessage() for record in caplog.records] == [
+        "io.rings and io.flags are ignored: each drive has one ring"
+    ]
 
 
 def test_fault_says_what_was_expected_and_what_came() -> None:
@@ -176,7 +181,7 @@ def test_section_of_the_wrong_shape_is_told_how_it_is_written() -> None:
         (
             "io",
             "zebra",
-            "known keys here: block_size, engine, flags, queue_depth, rings, stripe, threads",
+            "known keys here: block_size, engine, queue_depth, stripe, threads",
         ),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -33,7 +35,9 @@ ReduceDtype = Literal["auto", "bfloat16"]
 RankExchange = Literal["auto", "collective", "one_sided"]
 ShardOver = Literal["all", "node"]
 IoEngineName = Literal["auto", "io_uring", "threads"]
-RingFlagsName = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
+_TUNED_BEFORE = {"rings", "flags"}  # Earlier releases of `infinity tune` wrote them.
+
+_log = logging.getLogger("infinity")
 
 
 class Io(Section):
@@ -47,13 +51,6 @@ class Io(Section):
     queue_depth: Annotated[Literal["auto"] | int, auto_or(integer(1, 1024))] = "auto"
     """Requests of `block_size` in flight on one drive. "auto" finds the number while the drive
     works, with 8 to 32 MiB in flight; an urgent read waits behind them."""
-    rings: Annotated[int, integer(1, 16)] = 1
-    """For experts: io_uring instances per drive, each with a thread, that share its queue and
-    depth. More than one pays only if one thread cannot feed the drive. Before
-    Linux 6.12 each pins the arena once more against the memlock limit."""
-    flags: Annotated[RingFlagsName, choice(RingFlagsName)] = "auto"
-    """For experts: the flags of the rings. "auto" takes the first of the others, in this order,
-    that the kernel grants. Flags that the file names and the kernel refuses are an error."""
     threads: Annotated[int, integer(1, 1024)] = 4
     """Workers of the thread engine."""
     stripe: Annotated[int, size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = 4 * MIB
@@ -62,6 +59,14 @@ class Io(Section):
     """Keep a CRC32C of every written page and compare it when the page is read; a difference ends
     training with an error that names the place. This costs 1 MiB of memory per GiB on the drives,
     and processor time."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_rings(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.keys() & _TUNED_BEFORE:
+            _log.info("io.rings and io.flags are ignored: each drive has one ring")
+            return {key: of_key for key, of_key in value.items() if key not in _TUNED_BEFORE}
+        return value
 
 
 class Schedule(Section):

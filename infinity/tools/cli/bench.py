@@ -246,23 +246,17 @@ def tune(
         found = {
             "block_nbytes": choice.best.block_nbytes,
             "queue_depth": choice.best.depth,
-            "rings": None if choice.rings is None else dataclasses.asdict(choice.rings),
             "rounds": choice.rounds,
             "cpu_s_per_gb": choice.cpu_s_per_gb,
             "scores": scores,
-            "ring_scores": {str(who): round(score, 4) for who, score in choice.ring_scores.items()},
             "paths": [dataclasses.asdict(path) for path in choice.paths],
         }
         reply(found)
     else:
         console = Console(stderr=True, quiet=is_silent())
-        tables: tuple[tuple[Mapping[Any, float], object], ...] = (
-            (choice.scores, choice.best), (choice.ring_scores, choice.rings)
-        )  # fmt: skip
-        for of_choice, chosen in tables:
-            for who, score in sorted(of_choice.items(), key=lambda item: -item[1]):
-                mark = "  <- chosen" if who == chosen else ""
-                console.print(f"  {who!s:<28} {score:6.1%} of the best{mark}", highlight=False)
+        for who, score in sorted(choice.scores.items(), key=lambda item: -item[1]):
+            mark = "  <- chosen" if who == choice.best else ""
+            console.print(f"  {who!s:<28} {score:6.1%} of the best{mark}", highlight=False)
         typer.echo(fragment, nl=False)
     if write is not None:
         write.write_text(fragment)
