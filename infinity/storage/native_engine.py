@@ -27,7 +27,6 @@ from infinity.storage.probe import (
     memlock_nbytes,
 )
 from infinity.storage.protocol import (
-    EngineStats,
     FileStats,
     Operation,
     Priority,
@@ -112,18 +111,15 @@ class NativeEngine(StorageEngine):
         self._core.drain()
 
     @override
-    def stats(self) -> EngineStats:
-        files = tuple(
-            FileStats(*fields[:-2], *map(tuple, fields[-2:])) for fields in self._core.stats()
-        )
-        return EngineStats(files)
+    def stats(self) -> Sequence[FileStats]:
+        return [FileStats(*fields[:-2], *map(tuple, fields[-2:])) for fields in self._core.stats()]
 
     @override
     def close(self) -> None:
         self._core.close()
 
     def _path_of(self, file: int) -> str:
-        paths = {report.file: report.path for report in self.stats().by_file}
+        paths = {report.file: report.path for report in self.stats()}
         return paths.get(file, f"file {file}")
 
     def _report_buffers(self) -> None:

@@ -170,8 +170,9 @@ class StorageEngine(Protocol):
         """Waits until nothing is queued or in flight. Raises nothing: tickets carry the errors."""
         ...
 
-    def stats(self) -> EngineStats:
-        """Returns the counts since the engine was opened, by file."""
+    def stats(self) -> Sequence[FileStats]:
+        """Returns the counts since the engine was opened, of each open file and of the first 64
+        paths that were closed."""
 
     def __enter__(self) -> Self:
         return self
@@ -218,15 +219,3 @@ class FileStats:
     max_in_flight: int = 0
     read_latency: LatencyCounts = ()
     write_latency: LatencyCounts = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """`by_file` has one row per open file, and one per path of the first 64 that were closed."""
-
-    by_file: tuple[FileStats, ...] = ()
-
-    def total(self, name: str) -> float:
-        """Returns the sum over all files of one of the numbers in `FileStats`."""
-        found: list[float] = [getattr(file, name) for file in self.by_file]
-        return sum(found)

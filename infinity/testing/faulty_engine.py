@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from infinity.errors import StorageError
 from infinity.storage.protocol import (
-    EngineStats,
+    FileStats,
     Operation,
     Priority,
     Segment,
@@ -57,7 +57,7 @@ class WrappedEngine(StorageEngine):
         self._engine.drain()
 
     @override
-    def stats(self) -> EngineStats:
+    def stats(self) -> Sequence[FileStats]:
         return self._engine.stats()
 
     @override

@@ -68,7 +68,7 @@ def first_state(
     with infinity.engine_of(model) as engine:
         store = engine.store
         assert store.volume is not None
-        counted = store.volume.engine.stats().by_file
+        counted = store.volume.engine.stats()
         nbytes = sum(
             unit.nbytes(kind)
             for unit, kind in ((store.units[i], kind) for i, kind in store.placed())

@@ -76,7 +76,7 @@ def test_ladder_every_failure_is_reported_and_leaves_nothing_behind(
                 assert error.nbytes > 0
                 assert f"offset {error.offset_nbytes}" in str(error)
             engine.drain()
-            assert all(file.num_errors == 0 for file in engine.stats().by_file)
+            assert all(file.num_errors == 0 for file in engine.stats())
         else:
             assert engine.num_operations < rung
             break

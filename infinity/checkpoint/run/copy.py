@@ -310,7 +310,7 @@ class _Copier:
         raise _AbandonedError(f"the copy was given up; its step is in {self._source}")
 
     def _training_nbytes(self) -> int:
-        files = self._storage.stats().by_file
+        files = self._storage.stats()
         return sum(f.read_nbytes + f.write_nbytes for f in files if f.path not in self._own)
 
     def _open(self, path: Path, *, direct: bool) -> int:
