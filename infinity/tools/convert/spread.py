@@ -22,18 +22,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from infinity.bounded import (
-    MalformedError,
-    field,
-    list_of,
-    plain_name,
-    read_json,
-    table_of,
-    text_of,
-)
+from pydantic import AfterValidator, BaseModel, ValidationError
+
+from infinity.bounded import MalformedError, plain_name, read_json
 from infinity.checkpoint.durable import check_space, replace_file, sync_directory
 from infinity.config.paths import refuse_no_directory
 from infinity.errors import ConfigError, StorageError, corrupt, reporting
@@ -123,7 +118,7 @@ def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan
             f"--{record.mode}"
         )
     folders = _folders(directory, over)
-    known = record.places if record is not None else {}
+    known = record.shards if record is not None else {}
     totals = dict.fromkeys(folders, 0)
     moves = []
     for path in _shards(directory):
@@ -131,7 +126,8 @@ def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan
         folder = min(totals, key=lambda place: totals[place])
         totals[folder] += nbytes
         source, place = _source(path), folder / path.name
-        if source != path and source not in known.get(path.name, ()) and mode == "move":
+        is_ours = path.name in known and source in known[path.name].places
+        if source != path and not is_ours and mode == "move":
             raise ConfigError(
                 f"{path} is a link to {source}, a file elsewhere that --move would remove; "
                 "use --copy, which leaves it"
@@ -145,19 +141,20 @@ def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan
 def run_spread(plan: SpreadPlan, progress: Progress = lambda **_: None) -> None:
     """Does what a plan says. May be interrupted at any point and repeated. Raises StorageError."""
     with locked(plan.directory, _BUSY), reporting("spread", plan.directory):
-        record = _read_record(plan.directory) or _Record(plan.mode, {}, {})
+        record = _read_record(plan.directory) or _Record(mode=plan.mode, shards={})
         for move in plan.moves:
             own = plan.directory / move.name
-            if move.name not in record.links:
-                record.links[move.name] = os.readlink(own) if own.is_symlink() else None
-            former = [place for place in record.places.get(move.name, []) if place != move.place]
-            record.places[move.name] = [*former, move.place]
+            if move.name not in record.shards:
+                link = os.readlink(own) if own.is_symlink() else None
+                record.shards[move.name] = _ShardRecord(places=[], link=link)
+            shard = record.shards[move.name]
+            shard.places = [*(place for place in shard.places if place != move.place), move.place]
         _write_record(plan.directory, record)
         for move in plan.moves:
             _place(plan.directory, move, plan.mode, progress)
-            for path in record.places[move.name][:-1]:
+            for path in record.shards[move.name].places[:-1]:
                 _remove_place(path, plan.directory / move.name)
-            record.places[move.name] = [move.place]
+            record.shards[move.name].places = [move.place]
         _write_record(plan.directory, record)
 
 
@@ -168,7 +165,7 @@ def plan_gather(directory: Path) -> SpreadPlan:
     if record is None:
         raise ConfigError(f"{directory} has no {RECORD_NAME}: it was not spread by this program")
     moves = []
-    for name in record.places:
+    for name in record.shards:
         own = directory / name
         source = _source(own)
         if not source.is_file():
@@ -192,8 +189,9 @@ def run_gather(plan: SpreadPlan, progress: Progress = lambda **_: None) -> None:
         if record is None:
             return
         for move in plan.moves:
-            _bring_back(directory / move.name, record, progress)
-            for place in record.places[move.name]:
+            shard = record.shards[move.name]
+            _bring_back(directory / move.name, shard, progress)
+            for place in shard.places:
                 _remove_place(place, directory / move.name)
         with contextlib.suppress(OSError):
             (directory / ORIGINALS_NAME).rmdir()
@@ -234,15 +232,15 @@ def _remove_place(place: Path, own: Path) -> None:
         place.parent.rmdir()
 
 
-def _bring_back(own: Path, record: _Record, progress: Progress) -> None:
+def _bring_back(own: Path, shard: _ShardRecord, progress: Progress) -> None:
     """Makes the file of the directory what it was before its first spread."""
-    original, link = own.parent / ORIGINALS_NAME / own.name, record.links[own.name]
+    original = own.parent / ORIGINALS_NAME / own.name
     if original.exists():
         os.replace(original, own)
-    elif _source(own) not in record.places[own.name]:
+    elif _source(own) not in shard.places:
         return  # It is back.
-    elif link is not None:
-        _link(Path(link), own)
+    elif shard.link is not None:
+        _link(Path(shard.link), own)
     elif own.is_symlink():
         _copy(_source(own), own, progress)
     sync_directory(own.parent)
@@ -379,14 +377,19 @@ def _refuse_small_drives(moves: Sequence[ShardMove]) -> None:
 # -- The record ------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Record:
-    """The places that each shard has or had, the last one being where it belongs; and the link
-    that it was before its first spread, if it was one."""
+class _ShardRecord(BaseModel):
+    """The places that a shard has or had, the last one being where it belongs; and the link that it
+    was before its first spread, if it was one."""
+
+    places: list[Path]
+    link: str | None = None
+
+
+class _Record(BaseModel):
+    """The file `RECORD_NAME`."""
 
     mode: Mode
-    places: dict[str, list[Path]]
-    links: dict[str, str | None]
+    shards: dict[Annotated[str, AfterValidator(partial(plain_name, what="a shard"))], _ShardRecord]
 
 
 def _open(directory: Path) -> tuple[Path, _Record | None]:
@@ -400,25 +403,11 @@ def _read_record(directory: Path) -> _Record | None:
     if not path.exists():
         return None
     try:
-        table = table_of(read_json(path), "it")
-        mode = text_of(field(table, "mode"), "mode")
-        if mode not in ("move", "copy"):
-            raise MalformedError(f"mode is {mode!r}")
-        places, links = {}, {}
-        for name, row in table_of(field(table, "shards"), "shards").items():
-            own = plain_name(name, "a shard")
-            rows = list_of(field(table_of(row, own), "places"), "places")
-            places[own] = [Path(text_of(place, "a place")) for place in rows]
-            links[own] = None if row.get("link") is None else text_of(row["link"], "link")
-    except MalformedError as error:
+        return _Record.model_validate(read_json(path))
+    except (MalformedError, ValidationError) as error:
         raise corrupt(str(path), f"it is no record of a spread: {error}") from None
-    return _Record(mode, places, links)  # type: ignore[arg-type]
 
 
 def _write_record(directory: Path, record: _Record) -> None:
-    shards = {
-        name: {"places": [str(place) for place in places], "link": record.links[name]}
-        for name, places in record.places.items()
-    }
-    content = {"schema": 1, "mode": record.mode, "shards": shards}
+    content = {"schema": 1, **record.model_dump(mode="json")}
     replace_file(directory / RECORD_NAME, json.dumps(content, indent=1))
