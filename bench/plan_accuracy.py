@@ -125,7 +125,7 @@ def predicted(table: dict[str, Any], case: Case) -> Forecast:
     config = SwapConfig.load(table)
     model = model_of_config(config)
     batch = Batch(case.batch * case.sequence, case.sequence, case.accumulation)
-    return forecast(config, model, measure(config, model, batch), batch)
+    return forecast(config, model, measure(config, model, (), batch), batch)
 
 
 def compare(case: Case, root: Path) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def test_a_step_of_an_adapter_is_planned_as_long_as_its_rehearsal_took(
     machine = ANY_MACHINE.model_copy(update={"device": Device(count=1, tflops=found.flops / 1e12)})
     planned = forecast(settings, model, machine, batch).step
     assert planned.busy_s["compute"] == pytest.approx(1.0, rel=0.05)
-    measured = measure(settings, model, batch)
+    measured = measure(settings, model, (), batch)
     assert "computing" in measured.source.partition(UNSURE)[2]
     machine = measured.model_copy(update={"nvme": ANY_MACHINE.nvme})
     base = forecast(settings, model, machine, batch)

@@ -299,7 +299,7 @@ def _decide(
     from infinity.plan import load_hardware
     from infinity.tools.plan.data_facts import IMAGES
     from infinity.tools.plan.draft import decide, draft
-    from infinity.tools.plan.measure import measure_all
+    from infinity.tools.plan.measure import measure
     from infinity.tools.training.denoising import Denoising
     from infinity.tools.training.model import refuse_untrainable
 
@@ -312,7 +312,7 @@ def _decide(
         machine = load_hardware(asked.hardware)
         return decide(wish, directory, lambda *_: machine)
     with Console(stderr=True, quiet=is_silent()).status("measuring this machine"):
-        return decide(wish, directory, measure_all)
+        return decide(wish, directory, measure)
 
 
 def _lines(asked: NewOptions, wish: Wish, found: Draft, forecast: Forecast) -> list[str]:

@@ -1,7 +1,7 @@
 """A file for `infinity train`, decided from a model, its data and a machine.
 
-`draft` writes the file down; `fitted_draft` tries drafts from the simplest on, everything in host
-memory, until the planner says that one fits the machine. `decide` does so for a directory: for
+`draft` writes the file down; `fit` tries drafts from the simplest on, everything in host memory,
+until the planner says that one fits the machine. `decide` does so for a directory: for
 `infinity new`, and for `infinity.from_pretrained` without a file.
 """
 
@@ -205,36 +205,23 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
     )
 
 
-def fitted_draft(wish: Wish, hardware: Hardware, forecaster: Forecaster) -> tuple[Draft, Forecast]:
-    """Returns the first draft that fits, and its forecast: in host memory, then with a swap
-    directory, then with layer inputs there, then with fewer sequences a step, then with a
-    smaller window, then with MLPs in slices, too. If none fits, returns the last one without
-    slices, with its obstacles. Raises CapacityError if the state fits in no way."""
-    failure: CapacityError | None = None
-    last: tuple[Draft, Forecast] | None = None
-    for found in _candidates(wish, hardware):
-        try:
-            said = forecaster(found.config)
-        except CapacityError as error:
-            failure = error
-            if found.config.tiers.nvme:
-                break  # A smaller batch has the same state.
-            continue
-        if not said.obstacles:
-            return _settled(found, said, forecaster)
-        if found.config.train and found.config.train.mlp_tokens is None:
-            last = found, said
-    if last is not None:
-        return last
-    assert failure is not None
-    raise failure
-
-
 def _candidates(wish: Wish, hardware: Hardware) -> Iterator[Draft]:
+    """Yields drafts, and for long sequences the same with a smaller window, which changes no
+    result, and then with MLPs in slices."""
     yield from _plain_candidates(wish, hardware)
     for has_slices in () if hardware.shares_host_memory else (False, True):
         for found in _plain_candidates(wish, hardware):
-            yield _for_long_sequences(found, has_slices=has_slices)
+            table, notes = _set_keys(found.config), dict(found.notes)
+            table["tiers"]["device"] = {"capacity": _SMALL_WINDOW}
+            notes["tiers.device.capacity"] = "for weights; the rest is for long sequences"
+            if has_slices:
+                table["train"]["mlp_tokens"] = _MLP_TOKENS
+                notes["train.mlp_tokens"] = "that an MLP computes at a time, so that a block fits"
+            yield Draft(SwapConfig.from_table(table, ConfigSource()), notes)
+
+
+def _set_keys(config: SwapConfig) -> Table:
+    return config.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 def _plain_candidates(wish: Wish, hardware: Hardware) -> Iterator[Draft]:
@@ -250,23 +237,11 @@ def _plain_candidates(wish: Wish, hardware: Hardware) -> Iterator[Draft]:
             yield draft(smaller, hardware, spills=True, inputs_on="nvme")
 
 
-def _for_long_sequences(found: Draft, *, has_slices: bool) -> Draft:
-    """Returns the draft with a smaller window, which changes no result, and with MLPs in slices."""
-    table = found.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    table["tiers"]["device"] = {"capacity": _SMALL_WINDOW}
-    notes = {"tiers.device.capacity": "for weights; the rest is for long sequences"}
-    if has_slices:
-        table["train"]["mlp_tokens"] = _MLP_TOKENS
-        notes["train.mlp_tokens"] = "that an MLP computes at a time, so that a block fits"
-    return Draft(SwapConfig.from_table(table, ConfigSource()), {**found.notes, **notes})
-
-
 def _settled(found: Draft, said: Forecast, forecaster: Forecaster) -> tuple[Draft, Forecast]:
     """Returns the draft with a budget of host memory no larger than what can be used, and with
     checkpoints every ten minutes."""
     every = max(1, int(_CHECKPOINT_EVERY_S / said.step.step_s))
-    table = found.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    notes = dict(found.notes)
+    table, notes = _set_keys(found.config), dict(found.notes)
     if every < found.steps:
         table["checkpoint"]["every"] = every
         notes["checkpoint.every"] = "steps, about ten minutes; --resume goes on after any end"
@@ -420,15 +395,12 @@ def answer_lines(wish: Wish, found: Draft, forecast: Forecast) -> list[str]:
     said = sentences(forecast)
     if wish.data is None:
         return [*said, "How long your data take: infinity new with --data FILE."]
-    what, took = _data_in_words(wish.data, wish.passes), found.steps * forecast.step.step_s
-    return [*said, f"Your data, {what}: {counted(found.steps, 'steps')}, {duration(took)}."]
-
-
-def _data_in_words(data: DataFacts, passes: int) -> str:
+    data, took = wish.data, found.steps * forecast.step.step_s
     what = f"{'' if data.is_exact else 'about '}{data.num_tokens:,} tokens"
     if data.num_records:
         what = counted(data.num_records, data.noun) + f" ({what})" * bool(data.num_tokens)
-    return what if passes == 1 else f"{passes} times {what}"
+    what = what if wish.passes == 1 else f"{wish.passes} times {what}"
+    return [*said, f"Your data, {what}: {counted(found.steps, 'steps')}, {duration(took)}."]
 
 
 def describe_machine(hardware: Hardware) -> str:
@@ -475,7 +447,10 @@ def decide(
 def fit(
     wish: Wish, model: PlannedModel, machine: Hardware, shard_drives: int | None = None
 ) -> tuple[Draft, Forecast]:
-    """Returns the first draft with which the model fits the machine, as `fitted_draft` does."""
+    """Returns the first draft that fits, and its forecast: in host memory, then with a swap
+    directory, then with layer inputs there, then with fewer sequences a step, then with a
+    smaller window, then with MLPs in slices, too. If none fits, returns the last one without
+    slices, with its obstacles. Raises CapacityError if the state fits in no way."""
 
     def forecaster(config: SwapConfig) -> Forecast:
         settled = settle(config)
@@ -485,7 +460,24 @@ def fit(
                 shard_drives=shard_drives,
             )  # fmt: skip
 
-    return fitted_draft(wish, machine, forecaster)
+    failure: CapacityError | None = None
+    last: tuple[Draft, Forecast] | None = None
+    for found in _candidates(wish, machine):
+        try:
+            said = forecaster(found.config)
+        except CapacityError as error:
+            failure = error
+            if found.config.tiers.nvme:
+                break  # A smaller batch has the same state.
+            continue
+        if not said.obstacles:
+            return _settled(found, said, forecaster)
+        if found.config.train and found.config.train.mlp_tokens is None:
+            last = found, said
+    if last is not None:
+        return last
+    assert failure is not None
+    raise failure
 
 
 def sizes_here(config: SwapConfig, *_: object) -> Hardware:

@@ -63,29 +63,26 @@ _MOST_FFN_RATIO = 16  # Stacked experts are far larger than the part that one to
 _HEAD_DIM = 64
 
 
-def measure_all(config: SwapConfig, model: PlannedModel, files: Sequence[Path]) -> Hardware:
-    """`measure`, with the drives that hold the model's files under an adapter."""
-    return measure(config, model, planned_batch(config), files if config.every_adapter else ())
-
-
 def measure(
-    config: SwapConfig, model: PlannedModel, batch: Batch, files: Sequence[Path] = ()
+    config: SwapConfig, model: PlannedModel, files: Sequence[Path], batch: Batch | None = None
 ) -> Hardware:
     """Measures this machine, and the current CUDA device if the model computes there. Needs 256 MiB
-    of memory, twice that on each drive, and space for two blocks. `files` are read where they lie.
+    of memory, twice that on each drive, and space for two blocks. `files` of a frozen model are
+    read where they lie; `batch` is that of the file where it is None.
 
     Raises ConfigError for a CUDA device that is asked for and not there, and for a file that cannot
     be read.
     """
     is_cuda = device_kind(config.tiers.device) == "cuda"
     dtype = getattr(torch, config.precision.compute_dtype)
+    batch = planned_batch(config) if batch is None else batch
     keep_freed_memory()  # As the training program does; otherwise page faults would be measured.
     if config.train is not None and config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)
     device = None
     with Arena(_ARENA_NBYTES, huge_pages=config.tiers.host.huge_pages) as arena:
         drives = _Drives(config, arena)
-        nvme = drives.nvme(files)
+        nvme = drives.nvme(files if model.frozen is not None else ())
         found, alike = None, None
         if not is_cuda:
             places = [_existing(tier.path) for tier in config.tiers.nvme]

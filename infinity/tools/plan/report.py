@@ -74,7 +74,10 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
     model, batch, step = forecast.model, forecast.batch, forecast.step
     hardware, place, name = forecast.hardware, forecast.update_place, forecast.batch.name
     is_updated = batch.has_backward and not hardware.shares_host_memory
-    params = f"{count(model.num_params)} parameters"
+    short, params = None, f"{count(model.num_params)} parameters"
+    if (found := forecast.of_data) is not None:
+        length, seconds = found.batch.sequence_length, duration(found.step.step_s)
+        short = f"records of {length:,} tokens on average: {seconds} a step"
     if model.active_params < 0.9 * model.num_params:
         params += f", {count(model.active_params)} of them at work on a token"
     lines = [
@@ -99,7 +102,7 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         f"{name:<10}{duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s"
         + (" of all ranks" if forecast.ranks else "")
         + f", {flops(forecast.flops_per_s)} of the model",
-        *_short(forecast),
+        *([] if short is None else [f"data      {short}"]),
         *_generated(forecast),
         f"binding   {_binding(forecast)}",
         *([f"updates   on the {place.place}: {place.why}"] if is_updated else []),
@@ -108,14 +111,6 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         *(f"warning   {text}" for text in forecast.warnings),
     ]
     return "\n".join(lines)
-
-
-def _short(forecast: Forecast) -> list[str]:
-    found = forecast.of_data
-    if found is None:
-        return []
-    length, seconds = found.batch.sequence_length, duration(found.step.step_s)
-    return [f"data      records of {length:,} tokens on average: {seconds} a step"]
 
 
 def _generated(forecast: Forecast) -> list[str]:

@@ -139,8 +139,7 @@ def machine_for(
         # The drive that the checkpoint will be on.
         tier = NvmeTier.model_validate({"path": directory.path})
         config = changed(config, {"tiers.nvme": (tier,)})
-    files = files_of(config, directory) if model.frozen is not None else ()
-    return measure(config, model, batch, files)
+    return measure(config, model, files_of(config, directory), batch)
 
 
 def files_of(config: SwapConfig, directory: ModelDirectory | None) -> Sequence[Path]:
