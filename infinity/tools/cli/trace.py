@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -56,16 +55,12 @@ def view(
     if not steps:
         raise ConfigError(f"the trace {str(file)!r} is empty: no step was over when it was written")
     page = file.with_suffix(".html") if out is None else out
-    write_page(page, title_of(file.name, steps), [picture_of(spans, step) for step in steps])
-    reply({"page": str(page), "steps": len(steps)}, f"wrote {page}; open it in a browser")
-
-
-def title_of(name: str, steps: Sequence[StepSummary]) -> str:
-    """Returns the finding of a whole trace: how long its steps are, and what bounds them."""
     least, most = (milliseconds(pick(step.length_s for step in steps)) for pick in (min, max))
     lengths = least if least == most else f"{least} to {most}"
     bounds = sorted({step.bound.name for step in steps if step.bound is not None})
-    return ", ".join((f"{name}: {counted(len(steps), 'steps')} of {lengths}", *bounds))
+    title = ", ".join((f"{file.name}: {counted(len(steps), 'steps')} of {lengths}", *bounds))
+    write_page(page, title, [picture_of(spans, step) for step in steps])
+    reply({"page": str(page), "steps": len(steps)}, f"wrote {page}; open it in a browser")
 
 
 def lines_of(step: StepSummary) -> list[str]:

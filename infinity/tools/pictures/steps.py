@@ -10,12 +10,12 @@ from infinity.observe.step_summary import Stall, StepSummary, busy_from_ns, with
 from infinity.observe.tracer import Span, Track
 from infinity.sizes import format_nbytes
 from infinity.tools.pictures.timeline import (
-    COLORS,
     LINK_COLUMNS,
     Bars,
     PageRow,
     PageTable,
     TrackPicture,
+    bars_of,
     kind_of_bytes,
     legend_of,
     link_row,
@@ -55,22 +55,14 @@ def picture_of(spans: Sequence[Span], step: StepSummary) -> TrackPicture:
         for span in spans
         if span.track == Track.PHASES and span.name.startswith("backward")
     ]
-    found: dict[str, dict[str, list[tuple[float, float, str]]]] = {
-        use.track: {} for use in step.tracks
-    }
+    found: dict[str, list[tuple[str, float, float, str]]] = {use.track: [] for use in step.tracks}
     for span in spans:
         start_ns = max(busy_from_ns(span), step.start_ns)
         end_ns = min(span.end_ns, _end_ns(step))
         if str(span.track) in found and start_ns < end_ns:
-            bar = ((start_ns - step.start_ns) / 1e6, (end_ns - start_ns) / 1e6, _name(span))
-            found[str(span.track)].setdefault(_kind_of(span, backward), []).append(bar)
-    tracks = []
-    for use in step.tracks:
-        groups = [
-            Bars(COLORS[kind], [bar[:2] for bar in named], [bar[2] for bar in named])
-            for kind, named in found[use.track].items()
-        ]
-        tracks.append((f"{use.track}  {use.share:.0%}", groups))
+            start, length = (start_ns - step.start_ns) / 1e6, (end_ns - start_ns) / 1e6
+            found[span.track].append((_kind_of(span, backward), start, length, _name(span)))
+    tracks = [(f"{use.track}  {use.share:.0%}", bars_of(found[use.track])) for use in step.tracks]
     return TrackPicture(
         title=_finding(step),
         time_label="milliseconds from the start of the step",

@@ -12,7 +12,7 @@ import html
 import json
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -98,6 +98,17 @@ def kind_of_bytes(name: str) -> str:
     word = name.partition(" ")[0]
     kind = _KINDS.get(word, word)
     return kind if kind in COLORS else "other"
+
+
+def bars_of(named: Iterable[tuple[str, float, float, str]]) -> list[Bars]:
+    """Returns the bars of a track, one group a kind, of (kind, start, length, name)."""
+    groups: dict[str, list[tuple[float, float, str]]] = {}
+    for kind, start, length, name in named:
+        groups.setdefault(kind, []).append((start, length, name))
+    return [
+        Bars(COLORS[kind], [bar[:2] for bar in group], [bar[2] for bar in group])
+        for kind, group in groups.items()
+    ]
 
 
 def legend_of(tracks: Sequence[tuple[str, Sequence[Bars]]]) -> dict[str, str]:

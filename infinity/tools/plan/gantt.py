@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from infinity.sizes import format_nbytes
 from infinity.tools.pictures.timeline import (
     COLORS,
     LINK_COLUMNS,
-    Bars,
     PageRow,
     PageTable,
     TrackPicture,
+    bars_of,
     kind_of_bytes,
     legend_of,
     link_row,
@@ -54,7 +55,7 @@ def picture_of(forecast: Forecast) -> TrackPicture:
     margin_s = 0.03 * step.step_s
     ranks = "" if forecast.num_ranks == 1 else f", one of {forecast.num_ranks} ranks"
     share = step.binding_share
-    tracks = [(TRACK_TITLES[track], _bars(forecast, track)) for track in busy]
+    tracks = [(TRACK_TITLES[track], bars_of(_named(forecast, track))) for track in busy]
     return TrackPicture(
         title=f"{forecast.model.name} on {forecast.hardware.name}{ranks}: a {name} of "
         f"{duration(step.step_s)},\n{TRACK_TITLES[step.binding]} busy {share:.0%} of it "
@@ -117,17 +118,13 @@ def link_table(forecast: Forecast) -> PageTable:
     return PageTable("Bytes by link", LINK_COLUMNS, rows)
 
 
-def _bars(forecast: Forecast, track: str) -> list[Bars]:
+def _named(forecast: Forecast, track: str) -> Iterator[tuple[str, float, float, str]]:
     timeline = forecast.step.timeline
-    bars: dict[str, list[tuple[float, float]]] = {}
-    names: dict[str, list[str]] = {}
     for operation, start_s in zip(timeline.operations, timeline.start_s, strict=True):
         if operation.track == track and operation.duration_s:
-            kind = kind_of(operation.name)
-            bars.setdefault(kind, []).append((start_s, operation.duration_s))
             moved = f", {format_nbytes(operation.nbytes)}" if operation.nbytes else ""
-            names.setdefault(kind, []).append(operation.name + moved)
-    return [Bars(COLORS[kind], group, names[kind]) for kind, group in bars.items()]
+            name = operation.name
+            yield kind_of(name), start_s, operation.duration_s, name + moved
 
 
 def kind_of(name: str) -> str:
