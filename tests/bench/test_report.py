@@ -57,7 +57,8 @@ RESULTS = [
 
 def text_of(results: list[Comparison]) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    report.print_rows(rows_of(results), console)
+    for part in report.parts(rows_of(results)):
+        console.print(part)
     return console.export_text()
 
 

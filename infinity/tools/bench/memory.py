@@ -38,18 +38,28 @@ _REQUEST_NBYTES = 64 * MIB
 
 
 def host_copies(lab: Lab) -> Iterator[Comparison]:
-    """One half of the arena into the other."""
+    """One half of the arena into the other, as the tiers do when bytes move inside the host."""
     nbytes = _half_nbytes(lab.arena)
+    source, target = (_tensor(lab.arena, at, nbytes) for at in (0, nbytes + _GAP_NBYTES))
+    subject = timed(
+        "tensor copy", 2 * nbytes, lambda: target.copy_(source), prepare=target.zero_,
+        compare=lambda: torch.equal(source, target),
+    )  # fmt: skip
     ceiling = streaming_copy(lab.arena, nbytes, torch.get_num_threads())
-    yield _measure(lab, "host copy", arena_copy(lab.arena, nbytes), [ceiling])
+    yield _measure(lab, "host copy", subject, [ceiling])
 
 
 def optimizer(lab: Lab) -> Iterator[Comparison]:
     """A step over state that fills the arena."""
+    values = _tensor(lab.arena, 0, lab.arena.capacity_nbytes).view(torch.float32)
     ceilings = [
-        streaming_scale(lab.arena),
+        timed(  # The ceiling of an update in place: each line is read and written back, once.
+            "scaling in place", 2 * values.nbytes, lambda: values.mul_(0.5),
+            # Old bytes of the arena may be denormal numbers, which multiply slowly.
+            prepare=lambda: values.fill_(1.0),
+        ),
         streaming_copy(lab.arena, _half_nbytes(lab.arena), torch.get_num_threads()),
-    ]
+    ]  # fmt: skip
     yield _measure(lab, "optimizer", optimizer_pass(lab.arena), ceilings)
 
 
@@ -77,30 +87,6 @@ def streaming_copy(arena: Arena, nbytes: int, num_threads: int) -> Contender:
             pass
 
     return timed("streaming copy", 2 * slice_nbytes * num_threads, transfer)
-
-
-def streaming_scale(arena: Arena) -> Contender:
-    """The ceiling of an update in place: every line is read, changed and written back, once."""
-    values = _tensor(arena, 0, arena.capacity_nbytes).view(torch.float32)
-    return timed(
-        "scaling in place",
-        2 * values.nbytes,
-        lambda: values.mul_(0.5),
-        # Old bytes of the arena may be denormal numbers, which multiply slowly.
-        prepare=lambda: values.fill_(1.0),
-    )
-
-
-def arena_copy(arena: Arena, nbytes: int) -> Contender:
-    """Copies one tensor into another, as the tiers do when bytes move inside the host."""
-    source, target = _tensor(arena, 0, nbytes), _tensor(arena, nbytes + _GAP_NBYTES, nbytes)
-    return timed(
-        "tensor copy",
-        2 * nbytes,
-        lambda: target.copy_(source),
-        prepare=target.zero_,
-        compare=lambda: torch.equal(source, target),
-    )
 
 
 def optimizer_pass(arena: Arena) -> Contender:

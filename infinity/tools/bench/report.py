@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +24,6 @@ from infinity.storage.arena import Arena
 from infinity.tools.bench import fio
 from infinity.tools.bench.measure import (
     Comparison,
-    Measurement,
     SampleSummary,
     bandwidth_of,
     cpu_s_per_gb,
@@ -70,29 +69,37 @@ class Row:
 
 def rows_of(results: Sequence[Comparison]) -> list[Row]:
     """A row per subject, in the order they were measured."""
-    return [_row_of(result, subject.name) for result in results for subject in result.subjects]
+    rows = []
+    pairs = [(result, subject.name) for result in results for subject in result.subjects]
+    for result, subject in pairs:
+        samples, ceilings = result.samples[subject], []
+        for name in (ceiling.name for ceiling in result.ceilings):
+            share, figures = paired_ratios(samples, result.samples[name]), _figures(result, name)
+            ceilings.append(Against(name=name, share=share, **figures))
+        rows.append(
+            Row(
+                section=result.section, case=result.case, subject=subject,
+                nbytes=samples[0].nbytes, **_figures(result, subject), ok=verdict(samples),
+                ceilings=tuple(sorted(ceilings, key=lambda against: -against.gb_per_s.median)),
+                labels=result.labels, note=result.note,
+            )
+        )  # fmt: skip
+    return rows
 
 
-def _row_of(result: Comparison, subject: str) -> Row:
-    samples, ceilings = result.samples[subject], []
-    for ceiling in result.ceilings:
-        other = result.samples[ceiling.name]
-        share, latency_s = paired_ratios(samples, other), _median_latency(other)
-        cpu = cpu_s_per_gb(other)
-        ceilings.append(Against(ceiling.name, bandwidth_of(other), share, cpu, latency_s))
-    return Row(
-        section=result.section,
-        case=result.case,
-        subject=subject,
-        nbytes=samples[0].nbytes,
-        gb_per_s=bandwidth_of(samples),
-        cpu_s_per_gb=cpu_s_per_gb(samples),
-        ok=verdict(samples),
-        latency_s=_median_latency(samples),
-        ceilings=tuple(sorted(ceilings, key=lambda against: -against.gb_per_s.median)),
-        labels=result.labels,
-        note=result.note,
-    )
+def _figures(result: Comparison, name: str) -> dict[str, Any]:
+    """Returns what a contender has measured: its latency is the median over rounds of every
+    quantile that all rounds took."""
+    samples = result.samples[name]
+    points = set.intersection(*(set(sample.latency_s) for sample in samples))
+    return {
+        "gb_per_s": bandwidth_of(samples),
+        "cpu_s_per_gb": cpu_s_per_gb(samples),
+        "latency_s": {
+            point: summarize([sample.latency_s[point] for sample in samples]).median
+            for point in sorted(points)
+        },
+    }
 
 
 def to_json(results: Sequence[Comparison], environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,29 +123,15 @@ def to_json(results: Sequence[Comparison], environment: Mapping[str, Any]) -> di
     }
 
 
-def _median_latency(samples: Sequence[Measurement]) -> dict[float, float]:
-    """The median over rounds of every quantile that all rounds took."""
-    points = set.intersection(*(set(sample.latency_s) for sample in samples))
-    return {
-        point: summarize([sample.latency_s[point] for sample in samples]).median
-        for point in sorted(points)
-    }
-
-
 # -- Tables ----------------------------------------------------------------------------------------
 
 
 _SEARCH = "fio search"
 
 
-def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """Bandwidth, then sweeps as one grid per operation, then latency, then what went wrong."""
-    for part in parts(rows):
-        console.print(part)
-
-
 def parts(rows: Sequence[Row]) -> list[RenderableType]:
-    """The tables of a run from top to bottom; those without a line are left out."""
+    """The tables of a run from top to bottom, those without a line left out: bandwidth, then sweeps
+    as one grid per operation, then latency, then what went wrong."""
     sweeps = list(dict.fromkeys(row.section for row in rows if row.section.startswith("sweep")))
     plain = [row for row in rows if row.section not in (_SEARCH, "latency", *sweeps)]
     waits = [row for row in rows if row.section == "latency"]

@@ -35,7 +35,11 @@ def run(lab: Lab, sections: Sequence[str]) -> Iterator[Comparison]:
     if any(name in _ON_DRIVES for name in sections):
         for directory in lab.directories:
             with nvme.open_drives(lab, [directory]) as drives:
-                yield from _drive(drives, sections)
+                for kind in nvme.KINDS:
+                    yield from nvme.bandwidth(drives, kind) if kind in sections else ()
+                for kind in nvme.KINDS if "sweep" in sections else ():
+                    yield from nvme.sweep(drives, kind)
+                yield from nvme.latency(drives) if "latency" in sections else ()
     if "stripes" in sections and len(lab.directories) > 1:
         yield from nvme.stripes(lab)
     if "host" in sections or "optimizer" in sections:
@@ -45,17 +49,6 @@ def run(lab: Lab, sections: Sequence[str]) -> Iterator[Comparison]:
         yield from memory.optimizer(lab) if "optimizer" in sections else ()
     if "device" in sections or "pipeline" in sections:
         yield from _device(lab, sections)
-
-
-def _drive(drives: nvme.DriveSet, sections: Sequence[str]) -> Iterator[Comparison]:
-    for kind in nvme.KINDS:
-        if kind in sections:
-            yield from nvme.bandwidth(drives, kind)
-    if "sweep" in sections:
-        for kind in nvme.KINDS:
-            yield from nvme.sweep(drives, kind)
-    if "latency" in sections:
-        yield from nvme.latency(drives)
 
 
 def _device(lab: Lab, sections: Sequence[str]) -> Iterator[Comparison]:

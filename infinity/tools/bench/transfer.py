@@ -250,7 +250,11 @@ def raw_ring(
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
             fds.append(os.open(path, flags))
             stack.callback(os.close, fds[-1])
-        ring = stack.enter_context(_open_ring(depth))
+        try:
+            ring = Ring(depth, SetupFlag.SINGLE_ISSUER | SetupFlag.DEFER_TASKRUN)
+        except RingError:  # The kernel refuses the flags of the engine.
+            ring = Ring(depth)
+        stack.enter_context(ring)
         requests = _ring_requests(ring, files, fds, moves)
         yield _checked(name, files, moves, lambda: _run_ring(ring, requests, depth))
 
@@ -308,11 +312,3 @@ def _run_ring(ring: Ring, requests: Sequence[_RingRequest], depth: int) -> None:
                     nbytes=segment.nbytes,
                 )
         submit(len(completions))
-
-
-def _open_ring(depth: int) -> Ring:
-    """Opens a ring with the flags of the engine, or without them if the kernel refuses them."""
-    try:
-        return Ring(depth, SetupFlag.SINGLE_ISSUER | SetupFlag.DEFER_TASKRUN)
-    except RingError:
-        return Ring(depth)

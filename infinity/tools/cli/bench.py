@@ -178,10 +178,12 @@ def print_tables(rows: Sequence[Row]) -> None:
     """Prints to stdout. In a pipe, whose width is unknown, the tables have their natural width."""
     from rich.console import Console
 
-    from infinity.tools.bench.report import print_rows
+    from infinity.tools.bench.report import parts
 
     console = Console()
-    print_rows(rows, console if console.is_terminal else Console(width=_PIPE_WIDTH))
+    console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
+    for part in parts(rows):
+        console.print(part)
 
 
 def parse_size(text: str) -> int:
