@@ -605,7 +605,11 @@ def save_over(
     before = directory.with_name(f".{directory.name}.replaced")
     with engine.ranks.collective_section("replace a saved state"):
         if engine.rank == 0:
-            has_before = _move_away(directory, before)
+            with reporting("replace", before):
+                if before.exists():
+                    shutil.rmtree(before)
+                if has_before := directory.exists():
+                    directory.rename(before)
     own = _frozen_in(model, directory)
     try:
         save(directory, model, optimizer, **more)
@@ -618,17 +622,6 @@ def save_over(
     with engine.ranks.collective_section("remove the saved state that was replaced"):
         if engine.rank == 0:
             shutil.rmtree(before, ignore_errors=True)
-
-
-def _move_away(directory: Path, before: Path) -> bool:
-    """Renames a directory. Returns whether it was there."""
-    with reporting("replace", before):
-        if before.exists():
-            shutil.rmtree(before)
-        if not directory.exists():
-            return False
-        directory.rename(before)
-        return True
 
 
 def remove_partials(directory: Path) -> None:

@@ -236,19 +236,16 @@ class LayerMajorSteps(RolloutSteps):
         if is_worth_it and self._tried is not None and self._tried != _settings(self.model):
             self.is_asked_for = False  # The model is another than that which was looked at.
         if is_worth_it and not self.is_asked_for:
-            self._begin_trial(len(found[0]))
+            hooked = engine_of(self.model).hooked_modules
+            is_alone = self.args.gradient_accumulation_steps == 1 and not _has_more_calls(self)
+            blocks = [block.module for block in hooked if block.is_block]
+            self._trial = Trial(self.model, blocks, len(found[0]), is_alone=is_alone)
         self._window = found[0] if is_worth_it and self.is_asked_for else ()
         self._losses = self._generated = ()
         self._to_generate = found[0] if is_worth_it and generates(self) else ()
         if self._due is not None and len(self._window) < 2:  # A single one has freedoms.
             self._settle_evaluation()
         return found
-
-    def _begin_trial(self, count: int) -> None:
-        hooked = engine_of(self.model).hooked_modules
-        is_alone = self.args.gradient_accumulation_steps == 1 and not _has_more_calls(self)
-        blocks = [block.module for block in hooked if block.is_block]
-        self._trial = Trial(self.model, blocks, count, is_alone=is_alone)
 
     def _try(self, trial: Trial, step: Callable[[], Any]) -> Any:
         """Runs a micro-batch in the plain order, and decides behind the last one of the window."""

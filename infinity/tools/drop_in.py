@@ -189,7 +189,10 @@ class DropIn:
     def _offload_waiting(self, model: nn.Module) -> bool:
         """Offloads a model that was built without memory, or is one of diffusers. Returns whether
         it is one."""
-        is_waiting = self._directory_in(model) is not None or _is_of_diffusers(model)
+        # Scripts of diffusers prepare the transformer or UNet that they train.
+        diffusers: Any = sys.modules.get("diffusers")
+        is_waiting = self._directory_in(model) is not None
+        is_waiting |= diffusers is not None and isinstance(model, diffusers.ModelMixin)
         if not is_waiting or is_offloaded(model):
             return False
         self._offload(model)
@@ -314,12 +317,6 @@ def _in_place_of_deepspeed() -> Iterator[None]:
         for name in ours:
             del sys.modules[name]
         sys.modules.update(before)
-
-
-def _is_of_diffusers(model: nn.Module) -> bool:
-    """Whether it is a transformer or UNet of diffusers, whose scripts prepare what they train."""
-    library: Any = sys.modules.get("diffusers")
-    return library is not None and isinstance(model, library.ModelMixin)
 
 
 def _small_values(model: nn.Module, directory: Path) -> FirstValues:

@@ -43,19 +43,13 @@ _COMMANDS = {
 }
 
 
-def _stub(name: str) -> Any:
-    """Returns a name and a line for the list of commands, without importing the command."""
-    stub = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    stub.command(name, help=_COMMANDS[name][2])(lambda: None)
-    return typer.main.get_command(stub)
-
-
 class _LazyGroup(TyperGroup):
     """Lists every subcommand by name and imports a subcommand when it is called."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = {name: _stub(name) for name in _COMMANDS}
+        for name, (_, _, line) in _COMMANDS.items():
+            self.commands[name] = typer.main.get_command(_alone(name, line, lambda: None))
 
     def get_params(self, ctx: Any) -> Any:
         params = super().get_params(ctx)
@@ -98,13 +92,17 @@ def print_error(text: str) -> None:
         discard(sys.stderr)
 
 
+def _alone(name: str, text: str, function: Any) -> typer.Typer:
+    app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    app.command(name, help=text)(function)
+    return app
+
+
 def _import_command(name: str) -> Any:
     module, attribute, line = _COMMANDS[name]
     target = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
     if not isinstance(target, typer.Typer):
-        alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-        alone.command(name, help=target.__doc__ or line)(target)
-        target = alone
+        target = _alone(name, target.__doc__ or line, target)
     return _without_python_types(with_output(typer.main.get_command(target)))
 
 

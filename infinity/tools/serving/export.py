@@ -39,7 +39,7 @@ from infinity.tools.training.merge import read_changes
 from infinity.tools.training.output import config_of_run, receipts_of_run
 from infinity.tools.training.own_experts import names_in
 from infinity.tools.training.settle import settle, tokenizer_of
-from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
+from infinity.tools.training.tokenizers import open_tokenizer
 
 Server = Literal["peft", "vllm", "sglang", "gguf"]
 GGUF_NAME = "adapter.gguf"
@@ -207,7 +207,14 @@ def _read_prompts(
         shipped = resources.files("infinity.tools.serving") / _SHIPPED
         text, source = shipped.read_text(encoding="utf-8"), "shipped sentences"
         if settled is not None:
-            rows = _rows_of(settled, tokenizer, vocab_size)
+            with ExitStack() as stack:
+                learned = open_data(settled, tokenizer, stack, vocab_size=vocab_size).train
+                read = [learned[index] for index in range(min(NUM_PROMPTS, len(learned)))]
+            rows = [
+                list(map(int, row["input_ids"])) if "input_ids" in row
+                else tokenizer.encode("\n".join(texts_in(row, but="role")))
+                for row in read
+            ]  # fmt: skip
             source = "the training data" + f" and {source}" * (len(rows) < NUM_PROMPTS)
     rows += [tokenizer.encode(line) for line in text.splitlines() if line.strip()]
     prompts = [row[:PROMPT_TOKENS] for row in rows if len(row) > 1][:NUM_PROMPTS]
@@ -215,14 +222,3 @@ def _read_prompts(
         raise ConfigError(f"{source}: no prompt has two tokens; expected one text a line")
     refuse_stranger(max(map(max, prompts)), tokenizer, vocab_size, source)
     return prompts, source
-
-
-def _rows_of(run: JobConfig, tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
-    with ExitStack() as stack:
-        data = open_data(run, tokenizer, stack, vocab_size=vocab_size)
-        rows = [data.train[index] for index in range(min(NUM_PROMPTS, len(data.train)))]
-    return [
-        list(map(int, row["input_ids"])) if "input_ids" in row
-        else tokenizer.encode("\n".join(texts_in(row, but="role")))
-        for row in rows
-    ]  # fmt: skip

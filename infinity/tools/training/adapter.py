@@ -412,7 +412,16 @@ def _new_config(model: nn.Module, options: AdapterConfig) -> Any:
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     alpha, beside = options.alpha, [re.escape(name) for name in towers(model)]
-    has_factors = bool(options.targets) or options.experts  # Else experts alone are trained.
+    targets: Any = list(options.targets)
+    if options.targets == (ALL_LINEAR,):
+        targets = ALL_LINEAR
+    elif options.targets == (AUTO_TARGETS,) and not (targets := auto_targets(model)):
+        raise ConfigError(
+            f'adapter.targets: "auto" finds no linear layer in {type(model).__name__} whose '
+            "kernel reads it through its module; expected names of modules"
+        )
+    if not options.targets and not options.experts:  # Experts that are trained in full alone.
+        targets = DUMMY_TARGET_MODULES
     return peft.LoraConfig(
         task_type=_task_of(model),
         r=options.rank,
@@ -420,26 +429,11 @@ def _new_config(model: nn.Module, options: AdapterConfig) -> Any:
         lora_dropout=options.dropout,
         use_rslora=options.rslora,
         use_dora=options.method == "dora",
-        target_modules=_target_modules(model, options.targets)
-        if has_factors
-        else DUMMY_TARGET_MODULES,
+        target_modules=targets,
         target_parameters=expert_targets(model) if options.experts else None,
         # The modules beside the text model have no adapter.
         exclude_modules=rf"({'|'.join(beside)})(\..*)?" if beside else None,
     )
-
-
-def _target_modules(model: nn.Module, targets: tuple[str, ...]) -> Any:
-    if targets == (ALL_LINEAR,):
-        return ALL_LINEAR
-    if targets != (AUTO_TARGETS,):
-        return list(targets)
-    if not (found := auto_targets(model)):
-        raise ConfigError(
-            f'adapter.targets: "auto" finds no linear layer in {type(model).__name__} whose '
-            "kernel reads it through its module; expected names of modules"
-        )
-    return found
 
 
 def _refuse_absent_targets(model: nn.Module, targets: tuple[str, ...]) -> None:

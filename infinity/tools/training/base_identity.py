@@ -89,11 +89,6 @@ def settings_of(base: Path) -> dict[str, str]:
     return found
 
 
-def digest_of_settings(settings: Mapping[str, str]) -> str:
-    """Returns the SHA-256 of `settings_of`."""
-    return _sha256(json.dumps(settings, sort_keys=True))
-
-
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -113,28 +113,22 @@ def naming_older(config: JobConfig, path: Path) -> Iterator[None]:
     try:
         yield
     except CorruptionError as error:
-        hint, older = "; there is none before it", _newest_before(config, path)
-        if older is not None:
+        hint, places = "; there is none before it", [*config.commit_directories]
+        there = [*chain(*map(list_checkpoints, [*places, config.checkpoint_directory]))]
+        last = step_of(path) if path in there else math.inf
+        for older in sorted(there, key=step_of, reverse=True):
+            if step_of(older) > last or older == path:
+                continue
+            try:
+                read_program(older)
+            except InfinityError:  # Its small state cannot be read, either.
+                continue
             way = f"go on from it with --resume-from {older}"
             if config.adapter is not None and config.adapter.name is not None:  # Maybe of several.
                 way = f"remove {path}, and --resume goes on from it"
             hint = f"; the one before it is {older}: {way}"
+            break
         raise error.with_detail(f"{error.detail} (in the checkpoint {path}){hint}") from error
-
-
-def _newest_before(config: JobConfig, path: Path) -> Path | None:
-    """Returns the newest checkpoint before `path` whose small state can be read."""
-    places = [*config.commit_directories, config.checkpoint_directory]
-    there = [*chain(*map(list_checkpoints, places))]
-    last = step_of(path) if path in there else math.inf
-    for directory in sorted(there, key=step_of, reverse=True):
-        if step_of(directory) <= last and directory != path:
-            try:
-                read_program(directory)
-            except InfinityError:
-                continue
-            return directory
-    return None
 
 
 def identity_of(
@@ -364,11 +358,22 @@ class RunCheckpoints:
                     commit(self._job.model, trainer.offloaded_optimizer, **self._position(step))
 
     def end(self, step: int) -> None:
-        """Saves the last step, and waits for its copy. An interrupted run has nothing else."""
+        """Saves the last step, and waits for its copy, an interrupted run for the grace period
+        only: it has nothing else."""
         is_last = self._job.rank.interrupt.received is not None
         with nullcontext() if is_last else self.full_drive_spared(f"checkpoint of step {step}"):
             self.save(step)
-            self.end_copy()
+            saving, checkpoint = self._saving, self._config.checkpoint
+            if saving is None or checkpoint is None:
+                return
+            with self._summary.phase("copy_s"):
+                self._await_copy(grace_s=checkpoint.grace_s or math.inf)
+            if saving.is_abandoned:
+                self._summary.checkpoint = str(saving.source)
+                self._reporter.note(
+                    f"gave up copying {saving.path} after {checkpoint.grace_s} s; --resume goes on "
+                    f"from {saving.source}"
+                )
 
     @contextmanager
     def full_drive_spared(self, what: str) -> Iterator[None]:
@@ -399,21 +404,6 @@ class RunCheckpoints:
                 **self._position(step),
             )
         self._saved_step = step
-
-    def end_copy(self) -> None:
-        """Waits for the copy of the last checkpoint; an interrupted run waits for the grace period
-        only."""
-        saving, checkpoint = self._saving, self._config.checkpoint
-        if saving is None or checkpoint is None:
-            return
-        with self._summary.phase("copy_s"):
-            self._await_copy(grace_s=checkpoint.grace_s or math.inf)
-        if saving.is_abandoned:
-            self._summary.checkpoint = str(saving.source)
-            self._reporter.note(
-                f"gave up copying {saving.path} after {checkpoint.grace_s} s; --resume goes on "
-                f"from {saving.source}"
-            )
 
     def close(self) -> None:
         """Gives up a copy that is not complete."""

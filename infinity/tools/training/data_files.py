@@ -351,23 +351,18 @@ def _rows_of_disk(path: Path, columns_of: Callable[[list[str]], list[str]]) -> I
 
 
 def _rows_of_batch(batch: Any) -> Iterator[Row]:
+    import datasets
+
     kinds = {name: batch.schema.field(name).type for name in batch.schema.names}
-    classes = _names_of_classes(batch.schema)
+    classes: dict[str, list[str]] = {}  # By column, the names of what it has the numbers of.
+    if b"huggingface" in (batch.schema.metadata or {}):
+        features = datasets.Features.from_arrow_schema(batch.schema).items()
+        classes = {n: kind.names for n, kind in features if isinstance(kind, datasets.ClassLabel)}
     for row in batch.to_pylist():
         for name in classes:
             number = row[name]
             row[name] = None if number is None or number < 0 else classes[name][number]
         yield {name: _without_nulls(value, kinds[name]) for name, value in row.items()}
-
-
-def _names_of_classes(schema: Any) -> dict[str, list[str]]:
-    """Returns the names of the classes that a column has the numbers of."""
-    import datasets
-
-    if b"huggingface" not in (schema.metadata or {}):
-        return {}
-    features = datasets.Features.from_arrow_schema(schema).items()
-    return {name: kind.names for name, kind in features if isinstance(kind, datasets.ClassLabel)}
 
 
 def _without_nulls(value: Any, kind: Any) -> Any:

@@ -253,7 +253,9 @@ class Denoising:
         from diffusers.training_utils import compute_density_for_timestep_sampling
         from diffusers.utils.torch_utils import randn_tensor
 
-        source, options = generator_of(self._seed, step, row, is_held_out), self.options
+        text, options = json.dumps([self._seed, step, row, is_held_out]), self.options
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        source = torch.Generator().manual_seed(number >> 1)
         latents = self._scaled(DiagonalGaussianDistribution(moments).sample(source))
         noise = randn_tensor(latents.shape, source, latents.device, latents.dtype)
         level = compute_density_for_timestep_sampling(
@@ -294,13 +296,6 @@ class Denoising:
         if not model.config.guidance_embeds:
             return None
         return torch.full((count,), self.options.guidance, device=device)
-
-
-def generator_of(seed: int, step: int, row: int, is_held_out: bool = False) -> torch.Generator:
-    """Returns the generator of what one row draws in one step."""
-    text = json.dumps([seed, step, row, is_held_out])
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    return torch.Generator().manual_seed(number >> 1)
 
 
 def _scheduler(file: Path) -> Any:

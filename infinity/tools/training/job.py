@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -29,12 +31,7 @@ from infinity.modules.tiling.layers import Tiled
 from infinity.sizes import format_nbytes
 from infinity.state.spare_generations import is_elsewhere
 from infinity.tools.training.adapter import adapter_nbytes
-from infinity.tools.training.base_identity import (
-    digest_of_settings,
-    identify,
-    settings_of,
-    sha256_of,
-)
+from infinity.tools.training.base_identity import identify, settings_of, sha256_of
 from infinity.tools.training.denoising import Denoising
 from infinity.tools.training.embedding import digest_of, token_ids
 from infinity.tools.training.images import digest_of_images, most_nbytes
@@ -239,7 +236,8 @@ def _has_images(rows: Any) -> bool:
 def _others(trainer: Any, config: JobConfig, base_settings: dict[str, str]) -> dict[str, str]:
     found = {} if trainer.teacher is None else {"teacher": trainer.teacher.sha256}
     if base_settings:
-        found[BASE_CONFIG] = digest_of_settings(base_settings)
+        text = json.dumps(base_settings, sort_keys=True)
+        found[BASE_CONFIG] = hashlib.sha256(text.encode()).hexdigest()
     if _has_images(trainer.train_dataset):
         found["images"] = digest_of_images(trainer.train_dataset)
     if trainer.denoising is not None:

@@ -105,13 +105,8 @@ class Outliving:
         # A broken pipe is final; a full disk may have space again.
         if self.error.errno == errno.EPIPE:
             discard(self._stream)
-        if is_first:
-            self._warn()
-
-    def _warn(self) -> None:
-        """Warns on the other stream, if there is one with a reader."""
         other = getattr(sys, _NAMES[_NAMES.index(self._name) - 1])
-        if isinstance(other, Outliving) and other.error is None:
+        if is_first and isinstance(other, Outliving) and other.error is None:
             other.write(f"warning: the run goes on without {self}\n")
             other.flush()
 
@@ -210,14 +205,10 @@ class Interrupt:
             return
         if self.received is None:
             self.received = signal.Signals(number)
-        self._say()
-
-    def _say(self) -> None:
-        """Writes without print, which the signal may have interrupted. Without a standard error,
-        its descriptor may belong to another file."""
+        # Without a standard error, its descriptor may belong to another file.
         if sys.__stderr__ is not None:
             with suppress(OSError):  # The same signal may have ended the reader.
-                os.write(2, self.notice.encode())
+                os.write(2, self.notice.encode())  # It may have interrupted a print.
 
     def _restore(self) -> None:
         for number, former in self._former.items():

@@ -189,8 +189,16 @@ class Run:
         )
 
     def _begin(self) -> None:
-        """Begins the metrics, with those before a resumed step."""
-        self._reporter.start(self._mark(), resumed_at=self.summary.resumed_at)
+        """Marks the output directory as that of a run, with the facts that its bits depend on, and
+        begins the metrics, with those before a resumed step."""
+        output, after, path = self._job.output, self.summary.resumed_at, None
+        if output is not None:
+            if output.is_unmarked:
+                self._reporter.note(f"{MARKER_NAME} is missing in {output.path}; added")
+            has_accepted = bool(self.checkpoints.accepted)
+            output.mark(self._job.receipt(), after=after, has_accepted=has_accepted)
+            path = self._config.output.metrics_path
+        self._reporter.start(path, resumed_at=after)
         now_s = time.perf_counter()
         self.summary.phases_s["setup_s"] = now_s - self._job.started_s
         placed = self._engine.placed_nbytes().values()
@@ -394,18 +402,6 @@ class Run:
         self._reporter.step(self._line, self.summary.left_s)
 
     # -- What a run leaves in its output directory; one rank writes --------------------------------
-
-    def _mark(self) -> Path | None:
-        """Marks the output directory as that of a run, with the facts that its bits depend on.
-        Returns the path of its metrics."""
-        output, after = self._job.output, self.summary.resumed_at
-        if output is None:
-            return None
-        if output.is_unmarked:
-            self._reporter.note(f"{MARKER_NAME} is missing in {output.path}; added")
-        has_accepted = bool(self.checkpoints.accepted)
-        output.mark(self._job.receipt(), after=after, has_accepted=has_accepted)
-        return self._config.output.metrics_path
 
     def _keep_reference(self) -> None:
         """Writes the names of the base's files, and the checksums that first reads have taken."""

@@ -279,6 +279,7 @@ class Summary:
         last = losses[-_NUM_LAST_STEPS:]
         last_mean = sum(last) / len(last) if last else None
         elapsed_s, num_tokens = sum(self.steps_s), self.totals["num_tokens"]
+        waits, update_s = {name: self.totals[name] for name in WAITS}, self.totals["update_s"]
         return {
             "steps_asked": self.steps,
             "steps_done": num_steps,
@@ -296,7 +297,13 @@ class Summary:
             "tokens_per_s": num_tokens / elapsed_s if elapsed_s else None,
             "step_median_s": statistics.median(self.steps_s) if num_steps else None,
             "links": {name: self._link(name, elapsed_s) for name in LINKS},
-            "time": self._time(elapsed_s),
+            "time": {
+                "steps_s": elapsed_s,
+                "compute_s": max(elapsed_s - update_s - sum(waits.values()), 0.0),
+                **waits,
+                "update_s": update_s,
+                **self.phases_s,
+            },
             "peak_rss_nbytes": peak_rss_nbytes(),
             **{name: getattr(self, name) for name in _OF_RUN},
             **({"others": {n: o.to_dict() for n, o in self.others.items()}} if self.others else {}),
@@ -308,16 +315,6 @@ class Summary:
             "nbytes": nbytes,
             "bytes_per_parameter_and_step": nbytes / parameter_steps if parameter_steps else None,
             "bytes_per_s": nbytes / elapsed_s if elapsed_s else None,
-        }
-
-    def _time(self, elapsed_s: float) -> dict[str, float]:
-        waits, update_s = {name: self.totals[name] for name in WAITS}, self.totals["update_s"]
-        return {
-            "steps_s": elapsed_s,
-            "compute_s": max(elapsed_s - update_s - sum(waits.values()), 0.0),
-            **waits,
-            "update_s": update_s,
-            **self.phases_s,
         }
 
 

@@ -173,7 +173,7 @@ class Teacher:
         sequences = _sequences(batch)
         if self._model is not None and any(_key(ids) not in self._said for ids in sequences):
             self.listen([batch])  # Of an evaluation.
-        said = [self._of_sequence(ids) for ids in sequences]
+        said = [self._likeliest(self._said[_key(ids)]) for ids in sequences]
         length, device = batch["input_ids"].shape[1] - 1, batch["input_ids"].device
         ids = torch.zeros(len(said), length, said[0].ids.shape[-1], dtype=torch.int64)
         logprobs = torch.full(ids.shape, -100.0)
@@ -181,8 +181,7 @@ class Teacher:
             ids[row, : len(one.ids)], logprobs[row, : len(one.ids)] = one
         return Likeliest(ids.to(device), logprobs.to(device))
 
-    def _of_sequence(self, ids: Sequence[int]) -> Likeliest:
-        said = self._said[_key(ids)]
+    def _likeliest(self, said: Likeliest | tuple[int, int]) -> Likeliest:
         if isinstance(said, Likeliest):
             return said
         start, count = said

@@ -456,7 +456,12 @@ class RunTrainer(OffloadedTrainer):
             # The other ranks continue meanwhile.
             unit = None if is_spoilt else "a module on another rank"
             return NonFiniteError(f"the loss ({value})", step=step, unit=unit)
-        unit = self._first_nonfinite_module() if is_spoilt else "the sum of the losses"
+        unit = "the sum of the losses"
+        if now.spoilt is not None:  # The forward is repeated.
+            inputs, count = now.spoilt
+            prepared = inputs if generates(self) else self._prepare_inputs(inputs)
+            forward = partial(self.compute_loss, self.model, prepared, num_items_in_batch=count)
+            unit = first_nonfinite_module(self.model, forward) or "the loss itself"
         if self._rank.count > 1:
             # A rank that closes takes the shards with it that the others still search with.
             ranks = engine_of(self.model).ranks.all_gather_numbers(
@@ -465,16 +470,6 @@ class RunTrainer(OffloadedTrainer):
             if not is_spoilt and [1.0] in ranks:
                 unit = f"a module on rank {ranks.index([1.0])}"
         return NonFiniteError(f"the loss ({value})", step=step, unit=unit)
-
-    def _first_nonfinite_module(self) -> str:
-        """Returns the module that spoilt a loss of this rank, whose forward is repeated."""
-        assert self._now.spoilt is not None
-        inputs, count = self._now.spoilt
-        prepared = inputs if generates(self) else self._prepare_inputs(inputs)
-        unit = first_nonfinite_module(
-            self.model, lambda: self.compute_loss(self.model, prepared, num_items_in_batch=count)
-        )
-        return unit or "the loss itself"
 
     # What the run does around a step.
 
