@@ -1,4 +1,4 @@
-"""Byte sizes: "8GiB" <-> 8589934592, and alignment arithmetic.
+"""Sizes in words: bytes, "8GiB" <-> 8589934592, numbers of things and times; and alignment.
 
 KiB, MiB, GiB, TiB are powers of 1024; kB, MB, GB, TB are powers of 1000. A bare K, M, G or T is
 refused: fio, DeepSpeed and pydantic read it three different ways.
@@ -99,6 +99,16 @@ def write_size(nbytes: int) -> str:
         if nbytes and nbytes % _UNITS[unit] == 0:
             return f"{nbytes // _UNITS[unit]}{unit}"
     return f"{nbytes}B"
+
+
+def clock_of(seconds: float) -> str:
+    """Returns a time as 0:07, 1:02:03 or 2d 03:04."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def align_up(value: int, alignment: int) -> int:

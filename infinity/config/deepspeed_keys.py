@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from infinity.config.values import show_value
+from infinity.config.values import PLACED_KINDS, show_value
 from infinity.sizes import GIB, KIB, PAGE_NBYTES
 
 Decision = Literal["same", "mapped", "ignored", "refused", "unknown"]
@@ -145,8 +145,7 @@ def _switch(ours: Mapping[str, Any]) -> Convert:
 def _stage(value: Any, _: Facts) -> Found:
     if _count(value) not in (0, 1, 2, 3):
         return _wrong("0, 1, 2 or 3", value)
-    kinds = ("parameters", "master", "moments", "gradients")
-    return {f"placement.{kind}": "device" for kind in kinds}
+    return {f"placement.{kind}": "device" for kind in PLACED_KINDS}
 
 
 def _device(section: str, *kinds: str) -> Convert:

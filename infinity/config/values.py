@@ -33,6 +33,8 @@ from infinity.sizes import MIB, parse_nbytes, write_size
 
 # Sizes travel to the kernel as signed 64-bit offsets.
 MAX_NBYTES = 2**63 - 1
+# Of training state, as [placement] names them.
+PLACED_KINDS = ("parameters", "master", "moments", "gradients")
 
 _LONGEST_NAME_NBYTES = 255
 _LONGEST_OWN_NAME_NBYTES = 200  # Names of partial and damaged files are longer than their own.

@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from infinity.config.values import PLACED_KINDS
 from infinity.engine.engine import Engine
 from infinity.sizes import format_nbytes
 from infinity.state.store import CheckpointLocation
 
 TIERS = ("device", "host", "nvme", "checkpoint")
-KINDS = ("parameters", "master", "moments", "gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,9 @@ def describe(engine: Engine) -> Residence:
         num_params=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         num_units=len(store.units),
-        resting={kind: resting[kind] for kind in KINDS if any(resting.get(kind, {}).values())},
+        resting={
+            kind: resting[kind] for kind in PLACED_KINDS if any(resting.get(kind, {}).values())
+        },
         host_capacity_nbytes=engine.pool.capacity_nbytes,
         host_in_use_nbytes=engine.pool.in_use_nbytes,
         weights_in_memory=(len(present), sum(unit.weight_nbytes for unit in present)),

@@ -18,6 +18,8 @@ import sys
 import time
 from typing import Any, SupportsFloat
 
+from infinity.sizes import clock_of
+
 _WIDTH, _HEIGHT, _LEFT = 640, 180, 56
 _MAX_POINTS = 400  # Of the drawn line; a screen shows no more.
 _LEAST_GAP_S = 0.25  # Between two drawings.
@@ -63,7 +65,7 @@ class LossCurve:
         if self._num_steps and self.steps[-1] < self._num_steps:
             passed_s = time.monotonic() - self._began_s
             left_s = passed_s / self.steps[-1] * (self._num_steps - self.steps[-1])
-            text += f", {_duration(left_s)} left"
+            text += f", {clock_of(left_s)} left"
         return text
 
     def _repr_html_(self) -> str:
@@ -123,11 +125,3 @@ def _new_display() -> Any:
     if shell is None or not hasattr(shell, "kernel"):
         return None
     return importlib.import_module("IPython.display").display(display_id=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest_s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest_s} s" if minutes else f"{rest_s} s"

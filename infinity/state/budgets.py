@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from infinity.config import SwapConfig
 from infinity.config.schema.tiers import Placement
+from infinity.config.values import PLACED_KINDS
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import MIB, align_up, format_nbytes
 from infinity.state.placement import (
@@ -26,8 +27,6 @@ from infinity.tiers.ranges import rounded_nbytes
 
 # The most memory through which gradients of a device are added to sums on the host.
 STAGED_NBYTES = 16 << 20
-
-_PLACED_KINDS = ("parameters", "master", "moments", "gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +283,7 @@ def _staged_ahead_nbytes(request: _Request, placement: StatePlacement) -> int:
 
 def _preferences(placement: Placement, *, has_nvme: bool) -> dict[str, tuple[str, ...]]:
     """Returns the tiers of each kind. Raises ConfigError for one that is not configured."""
-    preferences = {kind: tuple(getattr(placement, kind)) for kind in _PLACED_KINDS}
+    preferences = {kind: tuple(getattr(placement, kind)) for kind in PLACED_KINDS}
     if has_nvme:
         return preferences
     others = {name: getattr(placement, name) for name in ("activations", "experts")}

@@ -21,7 +21,7 @@ def test_lower_losses_are_drawn_lower_and_the_last_one_is_named(capsys) -> None:
         curve.add(loss)
     newest, middle, oldest = points_of(curve)
     assert oldest[0] < middle[0] < newest[0] and oldest[1] < middle[1] < newest[1]
-    assert re.fullmatch(r"<LossCurve: step 3 of 4, loss 2, \d+ s left>", repr(curve))
+    assert re.fullmatch(r"<LossCurve: step 3 of 4, loss 2, \d+:\d\d left>", repr(curve))
     assert "value='75.0'" in curve._repr_html_()
     assert "The loss fell from 8 to 2" in curve._repr_html_()
     assert capsys.readouterr().out == ""

@@ -35,7 +35,6 @@ _DEFAULTS: dict[str, Any] = {
     "precision": {"compute": "bfloat16"},
 }
 _ADAPTER_MICRO_BATCH = 8  # Sequences; of 2,048 tokens, enough for each of some hundred experts.
-_KINDS = ("parameters", "master", "moments", "gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +180,7 @@ def _config_of(asked: PlanOptions, directory: ModelDirectory | None) -> SwapConf
     from infinity.config import SwapConfig
     from infinity.config.paths import refuse_absent_model_of, with_located_model
     from infinity.config.source import ConfigSource, override, read_file
+    from infinity.config.values import PLACED_KINDS
     from infinity.plan.hardware import load_hardware
     from infinity.tools.training.settle import settle
 
@@ -190,7 +190,7 @@ def _config_of(asked: PlanOptions, directory: ModelDirectory | None) -> SwapConf
         table, source = copy.deepcopy(_DEFAULTS), ConfigSource()
         if asked.hardware is not None and load_hardware(asked.hardware).nvme is not None:
             table["tiers"]["nvme"] = [{"path": "/mnt/nvme"}]
-            table["placement"] = {kind: ["host", "nvme"] for kind in _KINDS}
+            table["placement"] = {kind: ["host", "nvme"] for kind in PLACED_KINDS}
     for text in asked.overrides or []:
         override(table, text)
     if asked.lora is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.errors import ConfigError, refusing
-from infinity.sizes import format_nbytes, parse_nbytes
+from infinity.sizes import clock_of, format_nbytes, parse_nbytes
 from infinity.tools.cli.options import arg, is_silent, opt, reply
 
 if TYPE_CHECKING:
@@ -231,8 +231,6 @@ def _group(rows: Sequence[str], width: int | None = None) -> Group:
 
 
 def _heading(numbers: dict[str, Any], last: Line) -> str:
-    from infinity.tools.training.report import clock_of
-
     parts = [f"step {last['step']:,}" + (f" of {last['steps']:,}" if "steps" in last else "")]
     age_s, pace_s = numbers["age_s"], numbers["step_median_s"] or 0.0
     if _is_over(last):

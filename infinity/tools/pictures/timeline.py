@@ -225,23 +225,22 @@ def page_of(title: str, views: Sequence[TrackPicture]) -> str:
     frame = (
         resources.files("infinity.tools.pictures").joinpath("page.html").read_text(encoding="utf-8")
     )
+    sections = []
+    for number, view in enumerate(views):
+        finding = html.escape(view.title).replace("\n", "<br>")
+        tables = "\n".join(map(_table, view.tables))
+        sections.append(
+            f'<section data-view="{number}"><h2>{finding}</h2>\n'
+            f'<div class="tables">\n{tables}\n</div></section>'
+        )
     # A "<" cannot end the script element that holds the data.
     data = json.dumps([_data_of(view) for view in views], separators=(",", ":"))
     filled = {
         "title": html.escape(title),
-        "views": "\n".join(_section(number, view) for number, view in enumerate(views)),
+        "views": "\n".join(sections),
         "data": data.replace("<", "\\u003c"),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], frame)  # In one pass.
-
-
-def _section(number: int, view: TrackPicture) -> str:
-    finding = html.escape(view.title).replace("\n", "<br>")
-    tables = "\n".join(_table(table) for table in view.tables)
-    return (
-        f'<section data-view="{number}"><h2>{finding}</h2>\n'
-        f'<div class="tables">\n{tables}\n</div></section>'
-    )
 
 
 def _table(table: PageTable) -> str:

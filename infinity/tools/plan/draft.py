@@ -20,6 +20,7 @@ from infinity.config import JobConfig, SwapConfig, render
 from infinity.config.hub import model_name
 from infinity.config.schema.train import METHODS, MethodFacts
 from infinity.config.source import ConfigSource
+from infinity.config.values import PLACED_KINDS
 from infinity.errors import CapacityError
 from infinity.plan.directory import ModelDirectory
 from infinity.plan.hardware import UNSURE, Device, Hardware, Host, Nvme
@@ -38,7 +39,6 @@ from infinity.tools.training.settle import settle
 Forecaster = Callable[[SwapConfig], Forecast]
 
 _WIDTH = 97  # Of a line of the file's head, without the mark of a comment.
-_KINDS = ("parameters", "master", "moments", "gradients")
 # What is in output.directory.
 _ADAPTER = "the adapter, in PEFT's format; metrics.jsonl, summary.json"
 _EACH = "for each adapter a directory, with metrics.jsonl, summary.json"
@@ -274,7 +274,7 @@ def _enough_nbytes(said: Forecast) -> int:
 
 def _placement(wish: Wish, *, spills: bool, is_gpu: bool, inputs_on: str) -> Table:
     tiers = ["host", "nvme"] if spills else ["host"]
-    placed: Table = dict.fromkeys(_KINDS, tiers)
+    placed: Table = dict.fromkeys(PLACED_KINDS, tiers)
     if is_gpu or (spills and wish.rank is not None):
         placed["activations"] = tiers if inputs_on == "host" else [inputs_on]
     return placed

@@ -13,8 +13,8 @@ from infinity.config import JobConfig
 from infinity.config.hub import published_name
 from infinity.config.schema.train import Purpose
 from infinity.integrations.card import base_in_words, card_of
-from infinity.sizes import counted
-from infinity.tools.training.report import Reporter, Summary, bars, clock_of
+from infinity.sizes import clock_of, counted
+from infinity.tools.training.report import Reporter, Summary, bars
 
 Event = Literal["end", "failure", "plateau"]
 

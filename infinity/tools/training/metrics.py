@@ -191,7 +191,11 @@ class MetricsFile:
         if self._file is None:
             self._begin()
         elif not is_same_file(self._file, str(self._path)):
-            self._begin_again()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.dup(self._file), "rb") as file:  # What the removed one has.
+                file.seek(0)
+                self._replace(line for line in file if line.endswith(b"\n"))
+            self._say(f"{self._name} was removed; it was written again, with all its lines")
         while self._pending:
             self._append(self._pending[0][1])
             del self._pending[0]
@@ -224,16 +228,6 @@ class MetricsFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         damaged: list[int] = []
         self._replace(self._kept_lines(damaged), damaged)
-
-    def _begin_again(self) -> None:
-        """Restores the content of a removed file from its open descriptor."""
-        assert self._file is not None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        old = os.dup(self._file)
-        with os.fdopen(old, "rb") as file:
-            file.seek(0)
-            self._replace(line for line in file if line.endswith(b"\n"))
-        self._say(f"{self._name} was removed; it was written again, with all its lines")
 
     def _kept_lines(self, damaged: list[int]) -> Iterator[bytes]:
         """Yields the lines of an earlier file up to the resumed step. Notes the numbers of damaged

@@ -29,7 +29,7 @@ from infinity.checkpoint.durable import replace_file
 from infinity.config.machine import read_nbytes
 from infinity.errors import ConfigError
 from infinity.observe import Tracer, chrome
-from infinity.sizes import GIB, format_nbytes
+from infinity.sizes import GIB, clock_of, format_nbytes
 from infinity.tools.training.metrics import MetricsFile
 from infinity.tools.training.process import lost_streams
 
@@ -191,16 +191,6 @@ def shown(line: Line, held_out_loss: float | None, left_s: float | None, width: 
             break
         text = longer
     return text
-
-
-def clock_of(seconds: float) -> str:
-    """Returns a time as 0:07, 1:02:03 or 2d 03:04."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02}:{minute:02}"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 @dataclass(kw_only=True)

@@ -14,14 +14,13 @@ from typing import Any, TypeVar
 from infinity.bounded import MalformedError, field, list_of, read_json, table_of
 from infinity.config import Model, SwapConfig
 from infinity.config.schema.inputs import AdapterConfig
+from infinity.config.values import PLACED_KINDS
 from infinity.errors import ConfigError, refusing
 
 _C = TypeVar("_C", bound=SwapConfig)
 
 _TRAINED = ("float32", "bfloat16")
-# What an adapter has, as far as the file does not place it.
-_ADAPTER_KINDS = ("parameters", "master", "moments", "gradients", "activations")
-_ADAPTER_TIERS = ("host", "nvme")
+_ADAPTER_TIERS = ("host", "nvme")  # Of what an adapter has, where the file does not place it.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 # Each of these is a tokenizer for transformers. tokenizer_config.json alone names a class of its
 # own.
@@ -107,7 +106,7 @@ def _kinds_of_adapter(config: SwapConfig) -> list[str]:
     named = set(config.placement.model_fields_set)
     if config.placement.frozen == "copy":
         named.add("parameters")  # These place the base.
-    return [kind for kind in _ADAPTER_KINDS if kind not in named]
+    return [kind for kind in (*PLACED_KINDS, "activations") if kind not in named]
 
 
 def _experts_of(adapter: AdapterConfig) -> AutoValue:
