@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -54,11 +55,15 @@ def test_threads_in_turn_keep_the_memory_of_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_of_device_memory_expand_unless_the_user_has_configured_them(name: str) -> None:
+def test_segments_of_device_memory_expand_unless_the_user_has_configured_them(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     chosen: dict[str, str] = {}
-    assert expand_segments(chosen) and chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    monkeypatch.setattr(os, "environ", chosen)
+    assert expand_segments() and chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     configured = {name: "max_split_size_mb:512"}
-    assert not expand_segments(configured) and configured == {name: "max_split_size_mb:512"}
+    monkeypatch.setattr(os, "environ", configured)
+    assert not expand_segments() and configured == {name: "max_split_size_mb:512"}
 
 
 def test_torch_reads_the_setting_of_segments_after_its_import() -> None:

@@ -107,9 +107,7 @@ def test_results_come_in_order_and_failures_name_their_value() -> None:
             raise ZeroDivisionError
         return 2 * value
 
-    results = call_bounded(
-        double, [1, 2, 3, 4], place_of=lambda value: f"value {value}", what="the code"
-    )
+    results = call_bounded(double, [1, 2, 3, 4], place_of=lambda value: f"value {value}")
     assert [next(results), next(results)] == [2, 4]
-    with pytest.raises(ConfigError, match=r"value 3: the code fails: ZeroDivisionError"):
+    with pytest.raises(ConfigError, match=r"value 3: the chat template fails: ZeroDivisionError"):
         next(results)

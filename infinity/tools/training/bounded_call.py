@@ -34,13 +34,12 @@ def call_bounded(
     values: Sequence[Any],
     *,
     place_of: Callable[[Any], str],
-    what: str = "the chat template",
 ) -> Iterator[Any]:
     """Yields `function(value, renew)` for each value, as a child process computes them in order.
 
     The child may use `MOST_CPU_S` of processor time for a value, and after each `renew(nbytes)` as
     much again with what so long a text needs, and `MOST_NBYTES` of memory beyond that of this
-    process. `place_of` names a value, and `what` the code, in messages. Results are pickled.
+    process. `place_of` names a value in messages. Results are pickled.
 
     Raises ConfigError: that of `function`, or for a call that exceeds a bound or fails.
     """
@@ -50,7 +49,7 @@ def call_bounded(
         pid = os.fork()
     if pid == 0:
         os.close(reader)
-        _serve(function, values, writer, lambda value: f"{place_of(value)}: {what}")
+        _serve(function, values, writer, place_of)
     os.close(writer)
     try:
         with open(reader, "rb") as stream:
@@ -58,9 +57,9 @@ def call_bounded(
                 try:
                     is_done, content = pickle.load(stream)
                 except (EOFError, pickle.UnpicklingError):
-                    raise _exceeded(pid, place_of(value), what) from None
+                    raise _exceeded(pid, place_of(value)) from None
                 if not is_done:
-                    raise ConfigError(content or _too_large(place_of(value), what))
+                    raise ConfigError(content or _too_large(place_of(value)))
                 yield content
     finally:
         with suppress(ProcessLookupError, ChildProcessError):  # `_exceeded` has waited for it.
@@ -72,7 +71,7 @@ def _serve(
     function: Callable[[Any, _Renew], Any],
     values: Sequence[Any],
     writer: int,
-    name_of: Callable[[Any], str],
+    place_of: Callable[[Any], str],
 ) -> NoReturn:
     """Is the child process."""
     try:
@@ -97,7 +96,7 @@ def _serve(
                 except MemoryError:
                     answer = (False, "")
                 except Exception as error:
-                    answer = (False, f"{name_of(value)} fails: {error!r}")
+                    answer = (False, f"{place_of(value)}: the chat template fails: {error!r}")
                 pickle.dump(answer, stream)
                 stream.flush()
     finally:
@@ -108,18 +107,19 @@ def _renew(nbytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S + nbytes / _NBYTES_PER_S)
 
 
-def _exceeded(pid: int, place: str, what: str) -> ConfigError:
+def _exceeded(pid: int, place: str) -> ConfigError:
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return ConfigError(
-            f"{place}: {what} takes more than {MOST_CPU_S:.0f} s of processor time, and 1 s for "
-            f"each {_NBYTES_PER_S // 1000} kB; expected one that ends. Repair its loops"
+            f"{place}: the chat template takes more than {MOST_CPU_S:.0f} s of processor time, and "
+            f"1 s for each {_NBYTES_PER_S // 1000} kB; expected one that ends. Repair its loops"
         )
-    return ConfigError(_too_large(place, what))
+    return ConfigError(_too_large(place))
 
 
-def _too_large(place: str, what: str) -> str:
+def _too_large(place: str) -> str:
     return (
-        f"{place}: {what} takes more than {format_nbytes(MOST_NBYTES)} of memory; expected one "
-        "that writes the record and little else. Repair its loops, or shorten the record"
+        f"{place}: the chat template takes more than {format_nbytes(MOST_NBYTES)} of memory; "
+        "expected one that writes the record and little else. Repair its loops, or shorten the "
+        "record"
     )

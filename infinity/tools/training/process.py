@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
@@ -254,15 +254,14 @@ def keep_freed_memory() -> bool:
     return False
 
 
-def expand_segments(environment: MutableMapping[str, str] | None = None) -> bool:
+def expand_segments() -> bool:
     """Has segments of CUDA memory expand, unless the user has configured the allocator.
 
     Returns whether it did. Call it before CUDA allocates: torch reads the variable then.
     """
-    environment = os.environ if environment is None else environment
-    if any(environment.get(name) for name in _ALLOCATOR_VARIABLES):
+    if any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
         return False
-    environment[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     return True
 
 
