@@ -72,8 +72,6 @@ def open_data(
 ) -> JobData:
     """Reads `[data]`. Token files lie in `directory` until `stack` is closed. Raises ConfigError as
     its parts do."""
-    import datasets
-
     data, train_options, files = config.data, config.train, list[TokenFile]()
     processor: Any = None
 
@@ -103,11 +101,7 @@ def open_data(
         )
         stack.callback(file.close)
         files.append(file)
-        length = data.sequence_length
-        numbers = datasets.Dataset.from_dict({"sequence": np.arange(file.num_tokens // length)})
-        # Read from the file when they are asked for.
-        rows = numbers.with_transform(partial(_read_sequences, file, length))
-        return rows, "plain text", texts[0]
+        return _sequences(file, data.sequence_length), "plain text", texts[0]
 
     train, kind, first = read(data.paths, data.max_bytes)
     held_out, num_split = None, 0
@@ -362,6 +356,15 @@ def tokenize(
         tokens.close()
         raise
     return tokens
+
+
+def _sequences(tokens: TokenFile, length: int) -> Any:
+    """Returns a dataset of sequences of equal length, which are read from the file when they are
+    asked for. The file is open as long as the dataset is used."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"sequence": np.arange(tokens.num_tokens // length)})
+    return rows.with_transform(partial(_read_sequences, tokens, length))
 
 
 def _read_sequences(
