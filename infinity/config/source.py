@@ -104,10 +104,8 @@ def _parse(content: bytes, suffix: str) -> Any:
 
 
 def _read_yaml(text: str) -> Any:
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError:
-        raise MalformedError("reading YAML needs PyYAML: pip install pyyaml, or use TOML") from None
+    import yaml  # type: ignore[import-untyped]
+
     loader = None
     try:
         loader = _yaml_loader(yaml)(text)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from infinity.config.values import integer
 
@@ -38,9 +38,13 @@ class Section(BaseModel):
         return {} if value is None else value
 
 
-def one_as_list(value: Any) -> Any:
-    """Returns a list of one for a single text or path; any other value as it is."""
-    return [value] if isinstance(value, (str, os.PathLike)) else value
+def one_or_more(kind: Any) -> BeforeValidator:
+    """A list, for which one text or path may stand alone. `kind`: of a member, for the schema."""
+
+    def read(value: Any) -> Any:
+        return [value] if isinstance(value, (str, os.PathLike)) else value
+
+    return BeforeValidator(read, json_schema_input_type=tuple[kind, ...] | kind)
 
 
 def defaults() -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from infinity.config.schema import Section, one_as_list
+from infinity.config.schema import Section, one_or_more
 from infinity.config.values import (
     Flag,
     auto_or,
@@ -220,7 +220,7 @@ class Optimizer(Section):
     """Clip the global norm of the gradients to this."""
     no_decay: Annotated[
         tuple[_Name, ...],
-        BeforeValidator(one_as_list, json_schema_input_type=tuple[_Name, ...] | _Name),
+        one_or_more(_Name),
     ] = ("bias", "norm")
     """Parameters without weight decay, by name, upper and lower case alike: a pattern with *, ? or
     [ matches the full name, any other text matches anywhere in it."""

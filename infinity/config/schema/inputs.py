@@ -9,9 +9,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from infinity.config.schema import MAY_CHANGE, SEED, Section, one_as_list
+from infinity.config.schema import MAY_CHANGE, SEED, Section, one_or_more
 from infinity.config.values import (
     Flag,
     Location,
@@ -155,7 +155,7 @@ def _not_empty(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
 
 _Sources = Annotated[
     tuple[DataSource, ...],
-    BeforeValidator(one_as_list, json_schema_input_type=tuple[DataSource | str, ...] | str),
+    one_or_more(DataSource | str),
 ]
 
 
@@ -196,7 +196,7 @@ class AdapterConfig(Section):
     """Scale by alpha / sqrt(rank) instead."""
     targets: Annotated[
         tuple[_Target, ...],
-        BeforeValidator(one_as_list, json_schema_input_type=tuple[_Target, ...] | _Target),
+        one_or_more(_Target),
         AfterValidator(_one_word_alone),
     ] = (AUTO_TARGETS,)
     """Modules that get an adapter, by name as PEFT's `target_modules`: "q_proj" is every module
@@ -209,7 +209,7 @@ class AdapterConfig(Section):
     experts_full: (
         Annotated[
             tuple[_Expert, ...],
-            BeforeValidator(one_as_list, json_schema_input_type=tuple[_Expert, ...] | _Expert),
+            one_or_more(_Expert),
             AfterValidator(_one_share_alone),
         ]
         | None

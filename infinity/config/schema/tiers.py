@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from infinity.config.schema import Section, defaults, one_as_list
+from infinity.config.schema import Section, defaults, one_or_more
 from infinity.config.values import (
     Budget,
     Capacity,
@@ -42,7 +42,7 @@ def _distinct(tiers: tuple[str, ...]) -> tuple[str, ...]:
 _Tier = Annotated[TierName, choice(TierName)]
 TierList = Annotated[
     tuple[_Tier, ...],
-    BeforeValidator(one_as_list, json_schema_input_type=tuple[_Tier, ...] | _Tier),
+    one_or_more(_Tier),
     AfterValidator(_distinct),
 ]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from infinity.config.schema import MAY_CHANGE, SEED, Section, one_as_list
+from infinity.config.schema import MAY_CHANGE, SEED, Section, one_or_more
 from infinity.config.values import (
     Flag,
     Location,
@@ -229,7 +229,7 @@ class Train(Section):
     """Write the weights of each new lowest evaluation loss to `best` in output.directory."""
     report_to: Annotated[
         tuple[_Tracker, ...],
-        BeforeValidator(one_as_list, json_schema_input_type=tuple[_Tracker, ...] | _Tracker),
+        one_or_more(_Tracker),
         MAY_CHANGE,
     ] = ()
     """Trackers that get each log line and evaluation. Each needs its package."""

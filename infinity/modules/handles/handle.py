@@ -39,6 +39,7 @@ from infinity.modules.handles.mirrors import Mirror, Origin
 from infinity.modules.handles.torch_functions import (
     TENSOR,
     StandIn,
+    asked_of_to,
     find_tensors,
     map_tensors,
     members,
@@ -50,7 +51,6 @@ from infinity.private.torch import (
     get_grad_fn_or_grad_acc,
     has_compatible_shallow_copy_type,
     make_wrapper_subclass,
-    parse_to,
 )
 
 
@@ -483,12 +483,7 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
         return handle.to(device=other.device, dtype=other.dtype)
     if kwargs.get("copy"):
         return NotImplemented
-    if args and isinstance(args[0], torch.Tensor):
-        return _converted(handle, args[0].device, args[0].dtype)
-    device, dtype, _, _ = parse_to(
-        *args, **{key: value for key, value in kwargs.items() if key in ("device", "dtype")}
-    )
-    return _converted(handle, device, dtype)
+    return _converted(handle, *asked_of_to(args, kwargs))
 
 
 def _detach(handle: Handle) -> Any:

@@ -7,12 +7,12 @@ tensors among arguments.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from infinity.private.torch import DisableTorchFunctionSubclass, skip_in_compiled_code
+from infinity.private.torch import DisableTorchFunctionSubclass, parse_to, skip_in_compiled_code
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,9 +31,9 @@ def members(names: str) -> set[Any]:
 
 # They need no bytes of a parameter.
 PLAIN = members(
-    "shape dtype device layout is_leaf grad_fn ndim names is_cuda is_cpu is_meta is_sparse "
+    "shape dtype device layout is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse "
     "is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xla is_xpu is_ipu is_vulkan is_mtia "
-    "is_maia is_hpu is_ort is_neg is_conj is_inference itemsize nbytes _version output_nr "
+    "is_maia is_neg is_conj is_inference itemsize nbytes _version output_nr "
     "retains_grad _backward_hooks _base name size dim numel nelement ndimension stride "
     "storage_offset element_size is_floating_point is_complex is_signed is_contiguous is_pinned "
     "is_same_size get_device __len__ __hash__ _is_view is_coalesced requires_grad dense_dim "
@@ -56,6 +56,17 @@ _WRITING_DUNDERS = frozenset(
         "ilshift", "irshift", "setitem",
     )
 )  # fmt: skip
+
+
+def asked_of_to(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.device | None, torch.dtype | None]:
+    """Returns the device and the dtype that a call of `Tensor.to` asks for."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0].device, args[0].dtype
+    wanted = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
+    device, dtype, _, _ = parse_to(*args, **wanted)
+    return device, dtype
 
 
 def was_called_by(function: Any) -> bool:

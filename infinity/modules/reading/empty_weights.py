@@ -27,8 +27,8 @@ from typing_extensions import override
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError
-from infinity.modules.handles.torch_functions import TENSOR
-from infinity.private.torch import DisableTorchFunctionSubclass, make_subclass, parse_to, tree_map
+from infinity.modules.handles.torch_functions import TENSOR, asked_of_to, says_it_writes
+from infinity.private.torch import DisableTorchFunctionSubclass, make_subclass, tree_map
 
 # Parameters up to this size keep the values of their module's constructor: for a scale made by
 # torch.ones no reset_parameters exists that could make it again.
@@ -222,8 +222,7 @@ def _shapes_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     if func in _DECOMPOSITIONS or kwargs.get("out") is not None:
         _refuse_to_make_up(first)
     name = getattr(func, "__name__", "")
-    is_method = name.endswith("_") and not name.endswith("__")
-    if (is_method and name not in _SAY_NOTHING_OF_VALUES) or name in _WRITING_OPERATORS:
+    if says_it_writes(func) and name not in _SAY_NOTHING_OF_VALUES:
         if not isinstance(first, Awaited):
             _refuse_to_make_up(first)
         _refuse_to_lose(first, name)
@@ -266,10 +265,6 @@ def _refuse_to_lose(tensor: torch.Tensor, name: str) -> NoReturn:
 
 
 _SAY_NOTHING_OF_VALUES = ("requires_grad_", "detach_", "share_memory_")
-_WRITING_OPERATORS = (
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
-    "__ipow__",
-)  # fmt: skip
 
 # The beginnings of names of initialisations from base weights (PiSSA, OLoRA, MiCA, ...).
 _DECOMPOSITIONS = {
@@ -337,11 +332,7 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             for a in args
         ]
         return tensor.to(*target, **kwargs)
-    if args and isinstance(args[0], torch.Tensor):
-        device, dtype = args[0].device, args[0].dtype
-    else:
-        wanted = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
-        device, dtype, _, _ = parse_to(*args, **wanted)
+    device, dtype = asked_of_to(args, kwargs)
     if device is not None and device.type not in ("cpu", "meta"):
         return tensor.to(device)  # Refused by torch, because there is no data.
     return tensor if dtype in (None, tensor.dtype) else _awaited(tensor.to(dtype=dtype))
