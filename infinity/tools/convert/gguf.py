@@ -11,6 +11,7 @@ Source of the layout: docs/gguf.md of ggml; `transformers.modeling_gguf_pytorch_
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import tempfile
@@ -268,10 +269,18 @@ def _targets(
     source: GgufSource, model: Any, processor: Any, stored: Mapping[str, Any]
 ) -> dict[str, str]:
     """Returns the name in the model of each tensor that the model has a place for."""
+    import gguf
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
-    # By the architecture of the file: that of a Mistral is Llama's.
-    known = get_gguf_hf_weights_map(model, processor, source.architecture)
+    # transformers asks for all names of the architecture once for each module: for 41 s of a model
+    # of 62 layers.
+    make_names = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(make_names)
+    try:
+        # By the architecture of the file: that of a Mistral is Llama's.
+        known = get_gguf_hf_weights_map(model, processor, source.architecture)
+    finally:
+        gguf.get_tensor_name_map = make_names
     if source.architecture == "llama":  # Mixtral, whose reader would take it for a Llama.
         for name, target in [*known.items()]:
             if name.endswith("ffn_down_exps"):
