@@ -254,6 +254,7 @@ def _facts(numbers: dict[str, Any], last: Line, life_nbytes: int) -> list[str]:
     shares = {"compute": times["compute_s"] / total_s} | {
         name: sum(times[key] for key in keys) / total_s for name, keys in _OTHER.items()
     }
+    spent = [f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005]
     norm = last["grad_norm"]
     memory = [f"host {format_nbytes(last['host_in_use_nbytes'])}"]
     memory.append(f"process {format_nbytes(last['peak_rss_nbytes'])} at most")
@@ -272,7 +273,7 @@ def _facts(numbers: dict[str, Any], last: Line, life_nbytes: int) -> list[str]:
         )
     rows = [
         ("learning", f"rate {last['learning_rate']:.2e}" + (f", norm {norm:.3g}" if norm else "")),
-        ("time", ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)),
+        ("time", ", ".join(spent)),
         ("memory", ", ".join(memory)),
         ("drives", ", ".join(drives)),
         ("wear", wear if by_the_end else ""),
