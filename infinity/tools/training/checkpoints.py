@@ -113,22 +113,28 @@ def naming_older(config: JobConfig, path: Path) -> Iterator[None]:
     try:
         yield
     except CorruptionError as error:
-        hint, places = "; there is none before it", [*config.commit_directories]
-        there = [*chain(*map(list_checkpoints, [*places, config.checkpoint_directory]))]
-        last = step_of(path) if path in there else math.inf
-        for older in sorted(there, key=step_of, reverse=True):
-            if step_of(older) > last or older == path:
-                continue
-            try:
-                read_program(older)
-            except InfinityError:  # Its small state cannot be read, either.
-                continue
+        hint, older = "; there is none before it", _newest_before(config, path)
+        if older is not None:
             way = f"go on from it with --resume-from {older}"
             if config.adapter is not None and config.adapter.name is not None:  # Maybe of several.
                 way = f"remove {path}, and --resume goes on from it"
             hint = f"; the one before it is {older}: {way}"
-            break
         raise error.with_detail(f"{error.detail} (in the checkpoint {path}){hint}") from error
+
+
+def _newest_before(config: JobConfig, path: Path) -> Path | None:
+    """Returns the newest checkpoint before `path` whose small state can be read."""
+    places = [*config.commit_directories, config.checkpoint_directory]
+    there = [*chain(*map(list_checkpoints, places))]
+    last = step_of(path) if path in there else math.inf
+    for directory in sorted(there, key=step_of, reverse=True):
+        if step_of(directory) <= last and directory != path:
+            try:
+                read_program(directory)
+            except InfinityError:
+                continue
+            return directory
+    return None
 
 
 def identity_of(
