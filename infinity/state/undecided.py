@@ -35,8 +35,6 @@ from infinity.tiers.host import Block, HostPool
 from infinity.tiers.ranges import Range
 from infinity.tiers.spare import Giver
 
-ByteRange = tuple[int, int]  # Of a state kind of a unit: from, to.
-
 _LABEL = "state of early updates"
 
 
@@ -208,11 +206,14 @@ class UndecidedState:
         return beside is None or beside.is_filled or not beside.arrays
 
     def fill(
-        self, unit: Unit, written: Callable[[StateKind], Iterable[ByteRange]], weights: torch.Tensor
+        self,
+        unit: Unit,
+        written: Callable[[StateKind], Iterable[tuple[int, int]]],
+        weights: torch.Tensor,
     ) -> None:
         """Copies what an update leaves as it is to where its new bytes go. `written`: returns the
-        ranges of a state kind that the update writes, ascending. `weights`: the unit's, uint8,
-        checked out."""
+        ranges of a state kind that the update writes, from and to in bytes, ascending. `weights`:
+        the unit's, uint8, checked out."""
         beside = self._beside[unit.index]
         beside.is_filled = True
         for kind, new in beside.arrays.items():

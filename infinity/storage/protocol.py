@@ -187,8 +187,8 @@ class StorageEngine(Protocol):
 
 # -- Statistics ------------------------------------------------------------------------------------
 #
-# Bytes, latencies, queue depth. Numbers only grow; subtract two snapshots,
-# latencies bucket by bucket, to see what happened in between.
+# Bytes, latencies, queue depth. Numbers only grow; subtract two snapshots, latencies bucket by
+# bucket, to see what happened in between.
 
 
 # Counts of latencies, in four buckets per power of two from 16 us to 128 s

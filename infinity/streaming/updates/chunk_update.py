@@ -32,7 +32,6 @@ from infinity.ops.optimizers import is_native, step_
 from infinity.ops.rules import Settings
 from infinity.ops.span import StateSpan
 from infinity.state.moments_8bit import states_within
-from infinity.state.undecided import ByteRange
 from infinity.state.units import Chunk, Slice, StateKind, weight_of
 from infinity.storage.checksums import PageDigests
 from infinity.storage.protocol import Transfer
@@ -132,7 +131,7 @@ def update_chunk(
 
 def written_ranges(
     chunks: Sequence[Chunk], record: StepRecord, kind: StateKind
-) -> Iterator[ByteRange]:
+) -> Iterator[tuple[int, int]]:
     """Yields the bytes of a state kind, in the unit's, that `update_chunk` writes for all of its
     chunks, ascending; none of a kind with eight bits, whose granules have a layout of their own."""
     for chunk in chunks:
