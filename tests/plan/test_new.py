@@ -607,3 +607,23 @@ def test_weights_that_are_there_are_read_by_their_headers(tmp_path: Path) -> Non
     save_file({"model.embed_tokens.weight": torch.zeros(4)}, directory / "model.safetensors")
     with pytest.raises(ConfigError, match=r"the model expects \(151936, 4096\)"):
         read_directory(directory)
+
+
+@pytest.mark.parametrize(
+    ("memory", "ratio", "is_wide"),
+    [("64GB", 8, True), ("64GB", 1.2, False), ("8GB", 8, False)],
+    ids=["much faster", "little faster", "not in memory"],
+)
+def test_a_processor_that_is_slow_in_the_dtype_of_the_model_computes_in_fp32(
+    tmp_path: Path, memory: str, ratio: float, is_wide: bool
+) -> None:
+    """Without a unit for bf16 a processor takes ten times as long in it."""
+    directory = config_only(tmp_path / "model", QWEN3)
+    hardware = tmp_path / "slow.toml"
+    rates = f"tflops = 0.1, float32_tflops = {0.1 * ratio}"
+    hardware.write_text(MACHINE.format(memory=memory).replace("tflops = 0.1", rates))
+    said = json.loads(run(directory, "--hardware", hardware, "-o", "-", "--json").stdout)
+    assert said["config"].get("precision") == ({"compute": "float32"} if is_wide else None)
+    assert said["hardware"]["device"]["tflops"] == pytest.approx(0.1 * ratio if is_wide else 0.1)
+    text = run(directory, "--hardware", hardware, "-o", "-").stdout
+    assert ("# 8 times as fast on this processor" in text) is is_wide

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -18,6 +19,7 @@ import torch
 
 from infinity.config import JobConfig, SwapConfig, render
 from infinity.config.hub import model_name
+from infinity.config.schema import changed
 from infinity.config.schema.train import METHODS, MethodFacts
 from infinity.config.source import ConfigSource
 from infinity.config.values import PLACED_KINDS
@@ -62,6 +64,7 @@ _OF_METHODS = {
 }
 _SPARE_NBYTES = 256 * MIB
 _MLP_TOKENS = 8192
+_MUCH_FASTER = 1.5  # From which ratio fp32 is worth its memory.
 _SMALL_WINDOW = "15%"
 _OF_DENOISING = {
     "train.diffusion.resolution": "pixels of a side; 1024 takes four times as long",
@@ -75,7 +78,8 @@ class Wish:
     """The wanted training, and where files go. `rank` is that of an adapter, None for all
     weights; `sweep` has the tables of several. `length` and `sequences` (of a step, a multiple of
     `num_ranks`) are None where the data decide. `is_here`: whether the machine is this one, so that
-    measured rates belong into the file."""
+    measured rates belong into the file. `float32_why` is why to compute in fp32, "" to compute in
+    the model's dtype."""
 
     model: Path
     max_positions: int | None
@@ -91,6 +95,7 @@ class Wish:
     num_ranks: int = 1
     is_here: bool = True
     sweep: tuple[Table, ...] = ()
+    float32_why: str = ""
 
     @property
     def noun(self) -> str:
@@ -177,16 +182,11 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
         table["tiers"]["nvme"] = _drives(wish, hardware)
         notes["tiers.nvme[0].path"] = "state that host memory has no space for"
     if wish.rank is not None:
-        table["adapter"] = {"rank": wish.rank, "alpha": 2.0 * wish.rank}
+        table["adapter"] = _adapter(wish, wish.rank)
         notes["adapter.rank"] = "of an adapter on attention and dense layers; the base is frozen"
-        if wish.experts:
-            table["adapter"]["experts"] = True
-    if wish.sweep:
-        rank = table["adapter"]["rank"]
-        table["adapter"] = [
-            {"rank": rank, "alpha": 2.0 * chosen.get("rank", rank)} | chosen
-            for chosen in wish.sweep
-        ]
+    if wish.float32_why:
+        table["precision"] = {"compute": "float32"}
+        notes["precision.compute"] = wish.float32_why
     if wish.facts.key == "embed":
         del table["schedule"]
     if wish.data is not None:
@@ -270,6 +270,16 @@ def _enough_nbytes(said: Forecast) -> int:
     in_use = 2 * (said.model.held_nbytes + said.model.most_decoded_nbytes)
     needed = resting + weights + 2 * in_use + said.saved.get("host", 0) + _SPARE_NBYTES
     return align_up(needed, GIB if needed > 16 * GIB else 64 * MIB)
+
+
+def _adapter(wish: Wish, rank: int) -> Table | list[Table]:
+    """Returns the section of an adapter, or one for each of a sweep, which has no experts."""
+    experts = {"experts": True} if wish.experts else {}
+    tables = [
+        {"rank": rank, "alpha": 2.0 * chosen.get("rank", rank)} | experts | chosen
+        for chosen in wish.sweep or ({},)
+    ]
+    return tables if wish.sweep else tables[0]
 
 
 def _placement(wish: Wish, *, spills: bool, is_gpu: bool, inputs_on: str) -> Table:
@@ -431,17 +441,35 @@ def decide(
     wish: Wish, directory: ModelDirectory | None, machine_of: Machine
 ) -> tuple[Draft, Forecast]:
     """Returns the first draft that fits the machine, and its forecast; if none fits, the last draft
-    with its obstacles. `directory` is None for the transformer of a pipeline of diffusers. Raises
+    with its obstacles. A processor that is slow in the model's dtype computes in fp32 where memory
+    keeps all of it. `directory` is None for the transformer of a pipeline of diffusers. Raises
     CapacityError if the state fits in no way."""
+    first, model = _first(wish, directory)
+    files = files_of(first, directory)
+    drives = None
+    if directory is not None and files and not wish.is_here:
+        drives = directory.num_drives
+    machine = machine_of(first, model, files)
+    wide_tflops = machine.device.float32_tflops or 0.0
+    ratio = wide_tflops / machine.device.tflops
+    if ratio > _MUCH_FASTER:
+        why = f"{ratio:.0f} times as fast on this processor as the dtype of the model"
+        wide = replace(wish, float32_why=why)
+        in_float32 = changed(machine, {"device.tflops": wide_tflops})
+        with suppress(CapacityError):
+            found, said = fit(wide, _first(wide, directory)[1], in_float32, drives)
+            if not said.obstacles and not said.is_tight:
+                return found, said
+    return fit(wish, model, machine, drives)
+
+
+def _first(wish: Wish, directory: ModelDirectory | None) -> tuple[SwapConfig, PlannedModel]:
+    """Returns the first draft's file and its model, before the machine is known."""
     first = settle(draft(wish, None, spills=bool(wish.swap)).config)
-    files, drives = files_of(first, directory), None
     if directory is None:
-        model = model_of_config(JobConfig.of(first))
-    else:
-        has_images = wish.noun == IMAGES
-        model = model_for(first, directory.shape, directory.stored, has_images=has_images)
-        drives = directory.num_drives if files and not wish.is_here else None
-    return fit(wish, model, machine_of(first, model, files), drives)
+        return first, model_of_config(JobConfig.of(first))
+    has_images = wish.noun == IMAGES
+    return first, model_for(first, directory.shape, directory.stored, has_images=has_images)
 
 
 def fit(
