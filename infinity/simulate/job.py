@@ -48,6 +48,7 @@ class Batch:
 
 
 _PATCH = 16  # Pixels of a side, of the pipelines that train.
+_FRAMES_OF_A_LATENT = 4  # After the first.
 
 # Of `infinity score`, where each sequence of a sweep is a suspended thread.
 MOST_SEQUENCES = 256
@@ -75,8 +76,9 @@ def batch_of(config: SwapConfig, num_texts: int | None = None) -> Batch:
     if train.embed is not None:
         num_micro_batches, num_sequences = num_micro_batches * (num_texts or num_sequences), 1
     length = data.sequence_length
-    if train.diffusion is not None:  # A caption, and an image in patches of 2 x 2 latents.
-        length += (train.diffusion.resolution // _PATCH) ** 2
+    if train.diffusion is not None:  # A caption, and an image or video in patches of 2 x 2 latents.
+        num_frames = (train.diffusion.frames - 1) // _FRAMES_OF_A_LATENT + 1
+        length += num_frames * (train.diffusion.resolution // _PATCH) ** 2
     num_tokens = train.batch_size * num_sequences * length
     if config.every_adapter and config.schedule.micro_batch is not None:
         num_tokens *= num_micro_batches  # All batches of a step pass a block together.

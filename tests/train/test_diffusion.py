@@ -49,6 +49,7 @@ SIDES = {
     4: [(28, 8), (8, 32), (16, 16), (16, 20), *[(12, 20)] * 4],
     8: [(24, 8), (8, 32), *[(16, 16)] * 6],
 }
+FRAMES = 5
 LENGTHS = {"qwen": 300}  # Its template has one token for each byte here.
 JOB = """
 [tiers]
@@ -101,6 +102,7 @@ ADAPTER = "[adapter]\nrank = 2\nalpha = 4"
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("diffusion")
     pipelines.images(made / "images", ROWS)
+    pipelines.videos(made / "videos", ROWS)
     for family in pipelines.MAKERS:
         pipelines.pipeline(family, made / family)
     return made
@@ -136,7 +138,7 @@ def train(job: Path, **options: Any) -> list[float]:
 def test_new_writes_a_file_that_trains(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     said = run_command("new", home / "flux", "-o", file).output
-    assert "expected --data IMAGES" in said and not file.exists()
+    assert "expected --data IMAGES or VIDEOS" in said and not file.exists()
     said = run_command("new", home / "flux", "--data", home / "images", "-o", file).output
     assert f"Your data, {ROWS} images with captions: {ROWS} steps" in said
     sizes = ("train.steps=1", "train.diffusion.resolution=16", "tiers.host.capacity=32MiB")
@@ -179,7 +181,9 @@ class Plain:
     def run(self, images: Path, batch: int = 2) -> list[float]:
         """`batch`: images of a micro-batch. Alone, each has sides of its own."""
         with torch.no_grad():
-            rows = [self.encoded(images / f"{row}.png", batch == 1) for row in range(ROWS)]
+            is_video = (images / "0.mkv").exists()
+            kind = "pt" if is_video else "png"
+            rows = [self.encoded(images / f"{row}.{kind}", batch == 1) for row in range(ROWS)]
         trained = [p for p in self.transformer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=True)
         losses = []
@@ -201,8 +205,17 @@ class Plain:
         processor = getattr(pipe, "image_processor", None) or pipe.video_processor
         sides = SIDES[8 if self.family in ("qwen", "wan", "wan2") else 4]
         height, width = sides[int(image.stem)] if keeps_aspect else (SIDE, SIDE)
-        pixels = processor.preprocess(Image.open(image), height, width, resize_mode="crop")
-        if "latents_mean" in pipe.vae.config and pipe.vae.config.latents_mean is not None:
+        if image.suffix == ".pt":
+            frames = [Image.fromarray(one) for one in torch.load(image)[:FRAMES].numpy()]
+            pixels = processor.preprocess_video(frames, height, width, resize_mode="crop")
+            pixels = pixels.contiguous()
+        else:
+            pixels = processor.preprocess(Image.open(image), height, width, resize_mode="crop")
+        if (
+            image.suffix != ".pt"
+            and "latents_mean" in pipe.vae.config
+            and pipe.vae.config.latents_mean is not None
+        ):
             pixels = pixels[:, :, None]
         length = LENGTHS.get(self.family, LENGTH)
         options: dict[str, Any] = {"max_sequence_length": length}
@@ -405,6 +418,23 @@ def test_images_of_several_sizes_have_the_bits_of_the_plain_loop(
     same(plain, tmp_path / "output")
 
 
+@pytest.mark.parametrize(("adapter", "place"), [(ADAPTER, "nvme"), ("", "host")])
+def test_videos_have_the_bits_of_the_plain_loop(
+    adapter: str, place: str, home: Path, tmp_path: Path, capsys: Any
+) -> None:
+    plain = Plain(home / "wan", bool(adapter))
+    want = plain.run(home / "videos")
+    job = job_of(tmp_path, home, "wan", place, adapter)
+    change = {"data.paths": (DataSource(path=home / "videos"),), "train.diffusion.frames": FRAMES}
+    config = changed(config_of(job), change)
+    program.train(config)
+    assert [line["loss"] for line in lines_of(job / "output")] == want
+    same(plain, tmp_path / "output")
+    patches = 3 * 4 * ROWS  # Three latents for five frames here, each of 2 x 2 patches.
+    said = f"{patches} tokens in {ROWS} videos of 5 frames of 16 x 16 pixels"
+    assert said in capsys.readouterr().out
+
+
 def test_a_narrow_transformer_keeps_wide_what_its_class_does(home: Path, tmp_path: Path) -> None:
     plain = Plain(home / "wan", True, torch.bfloat16)
     assert plain.transformer.scale_shift_table.dtype is torch.float32
@@ -524,6 +554,9 @@ def test_records_name_images_with_their_captions(form: str, home: Path, tmp_path
     ({"model.path": "sd3/transformer", "train.diffusion.resolution": 64}, "at most 32 .*; got 64"),
     ({"train.diffusion.resolution": 18}, "expected a multiple of 4, .*; got 18"),
     ({"train.diffusion.aspect": "keep"}, "expected train.batch_size = 1, .*; got 2"),
+    ({"train.diffusion.frames": 5}, "frames: a FluxPipeline makes images; expected 1, got 5"),
+    ({"model.path": "wan/transformer", "train.diffusion.frames": 4}, "2, the frames of a latent; got 4"),
+    ({"model.path": "wan/transformer", "train.diffusion.frames": 5}, "images has no videos; expected"),
     ({"data.sequence_length": 513}, "at most 512, .* a FluxPipeline takes; got 513"),
     ({"model.path": "qwen/transformer", "data.sequence_length": 1025}, "at most 1024, .*; got 1025"),
     ({"model.path": "images"}, "a directory with model_index.json; got"),

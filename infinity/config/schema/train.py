@@ -159,6 +159,10 @@ class Diffusion(Section):
     """Pixels of a side of the images, which are resized and cut to squares."""
     aspect: Annotated[Aspect, choice(Aspect)] = "square"
     """ "keep" gives each image its own sides, of about that area. A micro-batch is one image."""
+    frames: Annotated[int, integer(1)] = 1
+    """Of each video, from its beginning: one more than a multiple of 4, for Wan. 1: images."""
+    fps: Annotated[float, number(above=0)] = 16.0
+    """Frames a second to which videos are brought. Wan generates 16."""
     weighting: Annotated[Weighting, choice(Weighting)] = "none"
     """Which noise levels are drawn ("logit_normal", "mode"; others uniformly) and how the loss of
     each counts ("sigma_sqrt", "cosmap"; others alike): `weighting_scheme` of the scripts of
@@ -177,9 +181,10 @@ class Diffusion(Section):
     """Directory of latents and prompt embeddings, which runs may share."""
 
     def described(self, count: int) -> str:
-        """Returns a number of images of a run in words."""
+        """Returns a number of images or videos of a run in words."""
+        what = "images" if self.frames == 1 else f"videos of {self.frames} frames"
         size = f"{self.resolution} x {self.resolution} pixels"
-        return f"{counted(count, 'images')} of {'about ' if self.aspect == 'keep' else ''}{size}"
+        return f"{counted(count, what)} of {'about ' if self.aspect == 'keep' else ''}{size}"
 
 
 class Embed(Section):
@@ -201,7 +206,7 @@ class Train(Section):
     "reward" trains a head that scores `chosen` above `rejected`; "classify" one that tells the
     `label` of a `text`; "embed" learns embeddings ([train.embed]); "distill" learns the teacher of
     [train.distill]; "grpo" and "rloo" learn from rewards ([train.grpo]); "diffusion" learns images
-    with captions ([train.diffusion])."""
+    or videos with captions ([train.diffusion])."""
     labels: tuple[Annotated[str, some_text("the name of a label")], ...] = ()
     """The names that "classify" tells apart, in the order of their numbers. A record has either."""
     steps: Annotated[int | None, or_off(integer(1))] = None

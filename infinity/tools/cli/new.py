@@ -46,7 +46,7 @@ class NewOptions:
     directory: Path = arg(
         "MODEL_DIR", "The directory of a downloaded model; config.json alone is enough."
     )
-    data: list[Path] | None = opt("FILE", "Records, text or captioned images; may be repeated.")
+    data: list[Path] | None = opt("FILE", "Records, text, captioned images or videos; repeatable.")
     rank: int | None = opt("RANK", "Rank of the adapter; 16 by default.", "--lora", min=1)
     full: bool = flag("--full", "Train all weights, without an adapter.")
     sweep: list[str] | None = opt(
@@ -229,17 +229,14 @@ def _refuse_model(asked: NewOptions, directory: ModelDirectory) -> None:
 
 
 def _captioned(asked: NewOptions) -> DataFacts:
-    """Returns the facts of the images of a pipeline of diffusers. Raises ConfigError as a run."""
+    from infinity.tools.plan.data_facts import captioned_facts
+
     if any((asked.sweep, asked.experts, not asked.data)):
         raise ConfigError(
-            f"{asked.directory}: for a pipeline of diffusers expected --data IMAGES, and neither "
-            "--sweep nor --experts"
+            f"{asked.directory}: for a pipeline of diffusers expected --data IMAGES or VIDEOS, and "
+            "neither --sweep nor --experts"
         )
-    from infinity.tools.plan.data_facts import CAPTIONED, DENOISING, DataFacts, sources_of
-    from infinity.tools.training.latents import captioned_images
-
-    count = len(captioned_images(sources_of(asked.data or ())))
-    return DataFacts(CAPTIONED, count, 0, 0, is_exact=True, train=DENOISING)
+    return captioned_facts(asked.data or ())
 
 
 def _wish(asked: NewOptions, max_positions: int | None, data: DataFacts | None) -> Wish:

@@ -20,6 +20,7 @@ from infinity.sizes import MIB
 from infinity.tools.training.data_files import collect_files, is_records, read_rows, texts_in
 from infinity.tools.training.images import has_images, learned_images, open_processor
 from infinity.tools.training.job_data import refuse_stranger
+from infinity.tools.training.latents import captioned, has_videos
 from infinity.tools.training.records import (
     first_record,
     kind_of_columns,
@@ -32,8 +33,9 @@ from infinity.tools.training.tokenizers import Tokenizer, open_tokenizer
 
 Table = dict[str, Any]
 
-IMAGES, CAPTIONED = "records with images", "images with captions"
-DENOISING: Table = {"method": "diffusion", "diffusion": {"resolution": 512, "aspect": "keep"}}
+IMAGES = "records with images"
+CAPTIONED = ("images with captions", "videos with captions")
+_FRAMES = 33
 _NOUNS = ("conversations", "preferences", "pairs")  # Other kinds are "records".
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB
@@ -53,6 +55,19 @@ class DataFacts:
     longest: int
     is_exact: bool
     train: Table = field(default_factory=dict)
+
+
+def captioned_facts(paths: Sequence[Path]) -> DataFacts:
+    """Returns the facts of images or videos with captions, for a transformer of diffusers. Raises
+    ConfigError as a run."""
+    sources = sources_of(paths)
+    are_videos = has_videos(sources)
+    count = len(captioned(sources, are_videos=are_videos))
+    options: Table = {"resolution": 512, "aspect": "keep"}
+    if are_videos:
+        options["frames"] = _FRAMES
+    keys = {"method": "diffusion", "diffusion": options}
+    return DataFacts(CAPTIONED[are_videos], count, 0, 0, is_exact=True, train=keys)
 
 
 def train_keys(paths: Sequence[Path], model: Path | None = None) -> Table:

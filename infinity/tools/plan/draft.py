@@ -68,8 +68,9 @@ _MUCH_FASTER = 1.5  # From which ratio fp32 is worth its memory.
 _SMALL_WINDOW = "15%"
 _OF_DENOISING = {
     "train.diffusion.resolution": "pixels of a side; 1024 takes four times as long",
-    "train.batch_size": "image of a micro-batch, which has sides of its own",
-    "train.gradient_accumulation_steps": "images of a step",
+    "train.diffusion.frames": "from the beginning of each video, 2 s; Wan generates 81",
+    "train.batch_size": "of a micro-batch, which has sides of its own",
+    "train.gradient_accumulation_steps": "micro-batches of a step",
 }
 
 
@@ -195,7 +196,7 @@ def draft(wish: Wish, hardware: Hardware | None, *, spills: bool, inputs_on: str
         if wish.facts.has_reference and wish.rank is None:
             said += "; the time of the model before training is not counted"
         notes["train.method"] = said
-    if wish.noun == CAPTIONED:
+    if wish.noun in CAPTIONED:
         notes |= _OF_DENOISING
     if table["data"]["held_out"]:
         table["train"] |= {"eval_every": max(1, batch.steps // _EVALUATIONS), "eval_batches": 2}
@@ -319,7 +320,7 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
     most = wanted
     if not compares:
         most = min(wanted, _BATCH_TOKENS // of_a_record, num_sequences or wanted)
-    most = 1 if wish.noun == CAPTIONED else max(1, most)
+    most = 1 if wish.noun in CAPTIONED else max(1, most)
     size = next(number for number in range(most, 0, -1) if wanted % number == 0)
     steps, why_steps = _STEPS_WITHOUT_DATA, "no data was given to count (infinity new --data)"
     if num_sequences is not None:
@@ -343,7 +344,7 @@ def _length(wish: Wish) -> tuple[int, str]:
     limit = wish.max_positions or _LONGEST
     if wish.length is not None:
         return wish.length, "tokens, as asked"
-    if wish.noun == CAPTIONED:
+    if wish.noun in CAPTIONED:
         return _CAPTION_LENGTH, "tokens of a caption"
     data = wish.data
     if data is None or not data.num_records:

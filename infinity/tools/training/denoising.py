@@ -28,6 +28,7 @@ from infinity.errors import ConfigError, UnsupportedError, refusing
 from infinity.modules.reading.configuration import CLASS_NAME, table_of_file
 from infinity.tools.training.base_identity import sha256_of
 from infinity.tools.training.process import give_back
+from infinity.tools.training.videos import refuse_without_av
 
 Tensors = dict[str, Tensor]
 
@@ -39,8 +40,9 @@ class Family:
     transformer: the class, whose name config.json has
     predict: calls the transformer for noisy latents; returns the velocity in their shape
     most_tokens: of a caption, above which the pipeline refuses to generate; None if it never does
-    has_frames: latents are those of a film of one frame, and have a mean and a deviation for each
-        channel; otherwise one shift and one scale for all
+    has_frames: latents are those of a video, of one frame or more, and have a mean and a deviation
+        for each channel; otherwise one shift and one scale for all
+    makes_videos: it learns more than one frame
     num_prompts: of `encode_prompt`, one for each encoder, which takes the first where it has None
     pooled: the place of the pooled embedding in what `encode_prompt` returns; None without one
     mask: the place of the mask of the tokens that are no padding; None without one
@@ -51,6 +53,7 @@ class Family:
     predict: Callable[[Denoising, Any, Tensor, Tensor, Tensors], Tensor]
     most_tokens: int | None
     has_frames: bool = False
+    makes_videos: bool = False
     num_prompts: int = 1
     pooled: int | None = None
     mask: int | None = None
@@ -122,6 +125,7 @@ class Denoising:
                 f"{self.family.transformer} of a {name}"
             )
         self._vae = table_of_file(self._path / "vae" / "config.json")
+        self._refuse_frames(name)
         side = own.get("pos_embed_max_size")  # Patches: 2 x 2 latents.
         self._most_pixels = side and side << len(self._vae["block_out_channels"])
         self._refuse_long(self.options.resolution, "train.diffusion.resolution")
@@ -134,6 +138,21 @@ class Denoising:
             )
         self._scheduler = _scheduler(self._path / "scheduler" / "scheduler_config.json")
         self._numbers = _numbers(index, self._index, config.model.path.name, self._scheduler)
+
+    def _refuse_frames(self, name: str) -> None:
+        num_frames, ratio = self.options.frames, self._vae.get("scale_factor_temporal", 4)
+        if num_frames == 1:
+            return
+        if not self.family.makes_videos:
+            raise ConfigError(
+                f"train.diffusion.frames: a {name} makes images; expected 1, got {num_frames}"
+            )
+        if (num_frames - 1) % ratio:
+            raise ConfigError(
+                f"train.diffusion.frames: expected one more than a multiple of {ratio}, the frames "
+                f"of a latent; got {num_frames}"
+            )
+        refuse_without_av()
 
     def _refuse_long(self, num_pixels: int, key: str) -> None:
         if self._most_pixels and num_pixels > self._most_pixels:
@@ -194,24 +213,24 @@ class Denoising:
                 torch.cuda.empty_cache()
             give_back()
 
-    def moments(self, pipeline: Any, image: Any, at: str) -> Tensors:
-        """Returns mean and log-variance of the latents of an image: (1, 2 channels, ...). `at`
-        names the image."""
+    def moments(self, pipeline: Any, images: Sequence[Any], at: str) -> Tensors:
+        """Returns mean and log-variance of the latents of an image, or of the frames of a video:
+        (1, 2 channels, ...). `at` names it."""
         from PIL.ImageOps import exif_transpose
 
         side = self.options.resolution
         processor = getattr(pipeline, "image_processor", None) or pipeline.video_processor
-        image = exif_transpose(image).convert("RGB")
+        images = [exif_transpose(image).convert("RGB") for image in images]
         width, height = side, side
         if self.options.aspect == "keep":
-            scale = side / math.sqrt(math.prod(image.size))
-            plain = getattr(pipeline, "vae_scale_factor", None)  # Of films, it is one of two.
+            scale = side / math.sqrt(math.prod(images[0].size))
+            plain = getattr(pipeline, "vae_scale_factor", None)  # Of videos, it is one of two.
             patch = 2 * (plain or pipeline.vae_scale_factor_spatial)
-            width, height = (max(round(n * scale / patch), 1) * patch for n in image.size)
+            width, height = (max(round(n * scale / patch), 1) * patch for n in images[0].size)
             self._refuse_long(max(width, height), f'{at}: with train.diffusion.aspect = "keep"')
-        pixels = processor.preprocess(image, height=height, width=width, resize_mode="crop")
+        pixels = processor.preprocess(images, height=height, width=width, resize_mode="crop")
         pixels = pixels.to(self._device)
-        pixels = pixels[:, :, None] if self.family.has_frames else pixels
+        pixels = pixels.transpose(0, 1)[None].contiguous() if self.family.has_frames else pixels
         found = pipeline.vae.encode(pixels).latent_dist.parameters
         patch = 2 * (pixels.shape[-1] // found.shape[-1])
         if pixels.shape[-1] != width or found.shape[-1] % 2:
@@ -386,5 +405,7 @@ FAMILIES = {
     "StableDiffusion3Pipeline": Family(
         "SD3Transformer2DModel", _plain, 512, num_prompts=3, pooled=2, options=_ALONE
     ),
-    "WanPipeline": Family("WanTransformer3DModel", _plain, None, has_frames=True, options=_ALONE),
+    "WanPipeline": Family(
+        "WanTransformer3DModel", _plain, None, has_frames=True, makes_videos=True, options=_ALONE
+    ),
 }

@@ -1,9 +1,10 @@
-"""Images with captions as a transformer of diffusers takes them: latents and prompt embeddings.
+"""Images and videos with captions as a transformer of diffusers takes them: latents and prompt
+embeddings.
 
 The pipeline's own VAE and text encoders compute them once, before the transformer has weights, and
-are released. They lie in a directory, a file for each image and for each caption, whose name is a
-digest of what the file was computed from. So they serve later runs, too. A file has the digest of
-its tensors, which every read compares.
+are released. They lie in a directory, a file for each image or video and for each caption, whose
+name is a digest of what the file was computed from. So they serve later runs, too. A file has the
+digest of its tensors, which every read compares.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +25,29 @@ from torch.nn.utils.rnn import pad_sequence
 from infinity.checkpoint.durable import make_directory, sync_file
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.config import DataSource, JobConfig
+from infinity.config.extras import installed
+from infinity.config.schema.train import Diffusion
 from infinity.errors import ConfigError, CorruptionError, corrupt, reporting
 from infinity.tools.training.data_files import READERS, is_records, read_rows, read_utf8
 from infinity.tools.training.denoising import Denoising, Tensors
 from infinity.tools.training.images import COLUMNS, Image, content_of, decoded, located
+from infinity.tools.training.videos import SUFFIXES, first_frames
 
 _log = logging.getLogger("infinity")
 
 _IMAGES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
 _CAPTIONS = ("caption", "text", "prompt")
-_NAMES = (*COLUMNS, "file_name")  # Columns of records; the last one is that of `imagefolder`.
+# By what is trained, images or videos: the word, the endings of files, and the columns of records,
+# of which the last one is that of `imagefolder` and `videofolder`.
+_KINDS = {
+    False: ("image", _IMAGES, (*COLUMNS, "file_name")),
+    True: ("video", SUFFIXES, ("videos", "video", "file_name")),
+}
 _FORMAT = 1  # Of the files, and a part of their names.
 
 
 def load_images(sources: Sequence[DataSource], config: JobConfig) -> Any:
-    """Returns a `datasets.Dataset` of the images with captions of all sources.
+    """Returns a `datasets.Dataset` of the images or videos with captions of all sources.
 
     Each row has its number and the names of two files in `cache_of(config)`, which are there when
     this returns. Raises ConfigError for an image without a caption, and for one that cannot be
@@ -44,7 +55,8 @@ def load_images(sources: Sequence[DataSource], config: JobConfig) -> Any:
     """
     import datasets
 
-    found = captioned_images(sources)
+    assert config.train.diffusion is not None
+    found = captioned(sources, are_videos=config.train.diffusion.frames > 1)
     images, captions = _encoded(found, config, Denoising(config))
     columns = {"row": [*range(len(found))], "image": images, "caption": captions}
     return datasets.Dataset.from_dict(columns)
@@ -94,8 +106,9 @@ def measure_images(dataset: Any, directory: Path) -> tuple[int, int, str]:
 
 
 def _num_patches(latents: Sequence[int]) -> int:
-    """Returns the tokens of the transformer for latents of this shape: (..., height, width)."""
-    return latents[-2] * latents[-1] // 4
+    """Returns the tokens of the transformer for latents of this shape: (1, channels, height, width)
+    or (1, channels, frames, height, width)."""
+    return math.prod(latents[2:]) // 4
 
 
 # -- Images and their captions ---------------------------------------------------------------------
@@ -105,24 +118,35 @@ def _num_patches(latents: Sequence[int]) -> int:
 Captioned = tuple[Image, str, str]
 
 
-def captioned_images(sources: Sequence[DataSource]) -> list[Captioned]:
-    """Returns the images of all sources. Raises ConfigError for none, and for one without a
-    caption."""
-    found = [pair for source in sources for pair in _pairs_of(source)]
+def captioned(sources: Sequence[DataSource], *, are_videos: bool) -> list[Captioned]:
+    """Returns the images or videos of all sources. Raises ConfigError for none, and for one without
+    a caption."""
+    found = [pair for source in sources for pair in _pairs_of(source, are_videos)]
     if not found:
+        word, suffixes, _ = _KINDS[are_videos]
         places = ", ".join(str(source.location) for source in sources)
         raise ConfigError(
-            f"data.paths: {places} has no images; expected files ({', '.join(sorted(_IMAGES))}) "
-            "with captions in .txt files of the same names, or records with image and caption"
+            f"data.paths: {places} has no {word}s; expected files ({', '.join(sorted(suffixes))}) "
+            f"with captions in .txt files of the same names, or records with {word} and caption"
         )
     return found
 
 
-def _pairs_of(source: DataSource) -> Iterator[Captioned]:
+def has_videos(sources: Sequence[DataSource]) -> bool:
+    """Whether there are videos, and no images with captions."""
+    with suppress(ConfigError):
+        return not captioned(sources, are_videos=False)
+    with suppress(ConfigError):
+        return bool(captioned(sources, are_videos=True))
+    paths = (path for source in sources for path in source.location.glob("**/*"))
+    return any(path.suffix.lower() in SUFFIXES for path in paths)  # Without captions.
+
+
+def _pairs_of(source: DataSource, are_videos: bool) -> Iterator[Captioned]:
     place = source.location
     records = place if is_records(place) else place / "metadata.jsonl"
     if records.exists():
-        yield from _of_records(records)
+        yield from _of_records(records, are_videos)
         return
     if place.is_file():
         raise ConfigError(
@@ -130,7 +154,7 @@ def _pairs_of(source: DataSource) -> Iterator[Captioned]:
         )
     pattern = source.pattern if source.has_pattern else "**/*"
     for path in sorted(place.glob(pattern)):
-        if path.suffix.lower() not in _IMAGES or path.name.startswith("."):
+        if path.suffix.lower() not in _KINDS[are_videos][1] or path.name.startswith("."):
             continue
         text = path.with_suffix(".txt")
         if not text.is_file():
@@ -139,20 +163,21 @@ def _pairs_of(source: DataSource) -> Iterator[Captioned]:
         yield {"bytes": None, "path": str(path)}, caption, str(path)
 
 
-def _of_records(path: Path) -> Iterator[Captioned]:
+def _of_records(path: Path, are_videos: bool) -> Iterator[Captioned]:
+    word, _, names = _KINDS[are_videos]
     for number, row in enumerate(read_rows(path, list), 1):
         at = f"data.paths: {path}: record {number}"
-        value = next((row[name] for name in _NAMES if row.get(name)), None)
+        value = next((row[name] for name in names if row.get(name)), None)
         caption = next((row[name] for name in _CAPTIONS if isinstance(row.get(name), str)), None)
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         if value is None or caption is None:
             raise ConfigError(
-                f"{at} has {', '.join(row)}; expected an image ({', '.join(_NAMES)}) and its "
-                f"caption ({', '.join(_CAPTIONS)})"
+                f"{at} has {', '.join(row)}; expected {word} ({', '.join(names)}) and caption "
+                f"({', '.join(_CAPTIONS)})"
             )
         folder = path if path.is_dir() else path.parent
-        yield located(value, folder, f"{at}: image"), caption, at
+        yield located(value, folder, f"{at}: {word}"), caption, at
 
 
 # -- Encoding --------------------------------------------------------------------------------------
@@ -164,25 +189,25 @@ def _encoded(
     """Returns the names of the files of all images and of all captions. Computes those that are
     not there, or broken."""
     directory, length, vae = cache_of(config), config.data.sequence_length, ["vae"]
+    options = denoising.options
     with reporting("open", directory):
         make_directory(directory)
-    of_image = [*denoising.facts(vae), denoising.options.resolution]
-    if denoising.options.aspect == "keep":  # Squares have the names that they had without the key.
+    of_image: list[Any] = [*denoising.facts(vae), options.resolution]
+    # Square images have the names that they had without these keys.
+    if options.aspect == "keep":
         of_image.append("keep")
+    if options.frames > 1:
+        of_image += [options.frames, options.fps, f"av {installed('av')}"]
     images = [_name_of(content_of(image, at), of_image) for image, _, at in found]
     wanted = _missing(images, directory)
     if wanted:
-        _log.warning("computing the latents of %d images", len(wanted))
+        word = _KINDS[options.frames > 1][0]
+        _log.warning("computing the latents of %d %ss", len(wanted), word)
         with denoising.pipeline(vae, torch.float32) as pipeline:
             for name, index in wanted.items():
                 image, _, at = found[index]
-                made = decoded({"bytes": content_of(image, at), "path": None}, at)
-                if made.mode.startswith(("I", "F", "LAB")):  # PIL would cut off what exceeds 255.
-                    raise ConfigError(
-                        f"{at}: expected an image of 8 bits a channel; got the mode {made.mode} "
-                        "of PIL. Convert it, with a scale of your choice"
-                    )
-                _write(directory / name, denoising.moments(pipeline, made, at))
+                frames = _frames_of(content_of(image, at), options, at)
+                _write(directory / name, denoising.moments(pipeline, frames, at))
     encoders, dtype = denoising.encoders, denoising.dtype
     of_caption = [*denoising.facts(encoders), length, str(dtype)]
     captions = [_name_of(caption.encode(), of_caption) for _, caption, _ in found]
@@ -194,6 +219,18 @@ def _encoded(
                 made = denoising.family.embeddings(pipeline, found[index][1], length)
                 _write(directory / name, made)
     return images, captions
+
+
+def _frames_of(content: bytes, options: Diffusion, at: str) -> list[Any]:
+    if options.frames > 1:
+        return first_frames(content, options.frames, options.fps, at)
+    made = decoded({"bytes": content, "path": None}, at)
+    if made.mode.startswith(("I", "F", "LAB")):  # PIL would cut off what exceeds 255.
+        raise ConfigError(
+            f"{at}: expected an image of 8 bits a channel; got the mode {made.mode} of PIL. "
+            "Convert it, with a scale of your choice"
+        )
+    return [made]
 
 
 def _name_of(content: bytes, facts: Sequence[Any]) -> str:

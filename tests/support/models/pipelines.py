@@ -152,3 +152,23 @@ def images(directory: Path, count: int) -> Path:
         image.save(directory / f"{number}.png")
         (directory / f"{number}.txt").write_text("a red cat sat"[: 5 + 2 * (number % 3)])
     return directory
+
+
+def videos(directory: Path, count: int) -> Path:
+    """`count` videos of 7 frames at 16 a second, with captions of several lengths beside them; the
+    frames lie in `NUMBER.pt`: (7, height, width, 3), uint8."""
+    import av
+
+    directory.mkdir()
+    source = torch.Generator().manual_seed(0)
+    for number in range(count):
+        frames = torch.randint(256, (7, 18, 20, 3), dtype=torch.uint8, generator=source)
+        with av.open(directory / f"{number}.mkv", "w") as file:
+            stream = file.add_stream("ffv1", rate=16)
+            stream.width, stream.height, stream.pix_fmt = 20, 18, "bgr0"  # Without a loss.
+            for frame in frames.numpy():
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            file.mux(stream.encode())
+        torch.save(frames, directory / f"{number}.pt")
+        (directory / f"{number}.txt").write_text("a red cat sat"[: 5 + 2 * (number % 3)])
+    return directory
