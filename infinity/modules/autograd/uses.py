@@ -95,6 +95,7 @@ class UnitUses:
 
     # -- Uses ------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # An array of state that is made in it cannot be written later.
     def enter(self, units: Sequence[int], lent: Lent = (), *, is_of_pass: bool = True) -> None:
         """Begins a use of each unit, or of none: a failure ends the uses that have begun. The
         caller delays interrupts.
@@ -142,6 +143,7 @@ class UnitUses:
             for unit in units:
                 self._weight_cache.join(unit)
 
+    @torch.inference_mode(False)
     def leave(self, units: Sequence[int]) -> None:
         """Ends one use of each unit. The caller delays interrupts."""
         if self._tracer.is_on:
