@@ -108,6 +108,7 @@ def test_evaluation_between_steps(guard: Any, swap_directory: Path) -> None:
                 seen[name] = loss_of(side.model, 99).clone()
                 weight = side.model.norm.weight
                 seen[f"{name}: grad"] = None if weight.grad is None else weight.grad.clone()
+                seen[f"{name}: views"] = weight.detach().view(torch.int32)[1:] + weight[0].clone()
                 seen.update({f"{name}: {n}": g for n, g in side.gradients().items()})
                 if weight in optimizer.state:
                     seen[f"{name}: moment"] = optimizer.state[weight]["exp_avg"].clone()

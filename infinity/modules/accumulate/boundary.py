@@ -18,11 +18,12 @@ from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.experts import SuspendedExperts
 from infinity.modules.accumulate.module_state import Attributes
 from infinity.modules.accumulate.proof import Proof
-from infinity.modules.accumulate.reachable import Changeable, Reachable, version_of
+from infinity.modules.accumulate.reachable import Changeable, Reachable
 from infinity.modules.autograd.forward_nodes import nodes_since
 from infinity.modules.autograd.outputs import tensors_in
 from infinity.modules.autograd.threads import Modes
 from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.torch_functions import version_of
 from infinity.modules.reading.discover import HookedModule
 from infinity.modules.tiling.experts import TiledExperts
 from infinity.modules.tiling.layers import Tiled

@@ -31,6 +31,7 @@ from torch import nn
 from infinity.modules.accumulate.proof import Proof
 from infinity.modules.accumulate.purity import is_own
 from infinity.modules.handles.handle import Handle
+from infinity.modules.handles.torch_functions import version_of
 
 _GENERATORS = (
     torch.Generator, random.Random, numpy.random.RandomState, numpy.random.Generator,
@@ -444,11 +445,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _has_tokens(clone: torch.Tensor | None) -> bool:
     return clone is not None and clone.dtype in _INTEGERS and clone.device.type == "cpu"
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Returns what counts the changes of a tensor. Inference tensors count none."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _read(owner: Any) -> Any:

@@ -26,7 +26,14 @@ import torch
 from typing_extensions import override
 
 from infinity.errors import UnsupportedError
-from infinity.modules.handles.torch_functions import TENSOR, StandIn, map_tensors, members, written
+from infinity.modules.handles.torch_functions import (
+    TENSOR,
+    StandIn,
+    map_tensors,
+    members,
+    version_of,
+    written,
+)
 from infinity.private.torch import DisableTorchFunctionSubclass
 
 
@@ -130,17 +137,17 @@ class _Plain:
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
         with DisableTorchFunctionSubclass():
-            if mirror.origin.pull_updated():
+            if mirror.origin.pull_updated() and not mirror.is_inference():
                 torch.autograd.graph.increment_version(mirror)
             # A leaf made from a mirror allows in-place writes like any leaf.
             self._is_view = mirror.requires_grad and not mirror.is_leaf
             self.tensor = mirror.as_subclass(torch.Tensor)
             self.storage = mirror.untyped_storage()._cdata
-        self._version = self.tensor._version
+        self._version = version_of(self.tensor)
         self.is_target = False  # Some functions over lists change no version.
 
     def take_changes(self, *, is_recording: bool) -> None:
-        if not self.is_target and self.tensor._version == self._version:
+        if not self.is_target and version_of(self.tensor) == self._version:
             return
         origin = self.mirror.origin
         if self._is_view and is_recording:
@@ -194,6 +201,7 @@ class _Copied(torch.autograd.Function):
         return gradient
 
 
+@torch.inference_mode(False)  # A copy that is made in it has no version.
 def _copied(view: torch.Tensor) -> torch.Tensor:
     """Returns a copy of the memory that a view spans, with the strides of the view."""
     span = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))

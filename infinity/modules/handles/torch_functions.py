@@ -143,6 +143,11 @@ def find_tensors(tree: Any, kind: type[T]) -> list[T]:
     return []
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Returns what counts the changes of a tensor. Inference tensors count none."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Returns the same nest of tuples, lists and dicts, with every tensor changed."""
     if isinstance(tree, torch.Tensor):
