@@ -132,6 +132,24 @@ def test_evaluation_between_steps(guard: Any, swap_directory: Path) -> None:
         compare(scenario, decoder, swap_directory, placement=placement)
 
 
+def test_weights_are_loaded_in_inference_mode_before_a_step_that_is_the_first_of_some(
+    swap_directory: Path,
+) -> None:
+    def scenario(side: Side) -> Named:
+        optimizer, first = side.adamw(), copy.deepcopy(side.model.state_dict())
+        for step in range(2):
+            loss_of(side.model, step).backward()
+            if step == 0:
+                side.model.head.weight.grad = side.model.blocks[0][0].weight.grad = None
+            optimizer.step()
+            if step == 0:
+                with torch.inference_mode():
+                    side.model.load_state_dict(first)
+        return finish(side, {})
+
+    compare(scenario, mlp, swap_directory, placement="host")
+
+
 def test_generate_between_steps(swap_directory: Path) -> None:
     """Greedy and sampled tokens, with the cache and without, in eval and in train mode."""
     entry = ZOO["gpt2"]

@@ -95,7 +95,7 @@ class UnitUses:
 
     # -- Uses ------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # An array of state that is made in it cannot be written later.
+    @torch.inference_mode(False)  # What is made in it and kept could not be written later.
     def enter(self, units: Sequence[int], lent: Lent = (), *, is_of_pass: bool = True) -> None:
         """Begins a use of each unit, or of none: a failure ends the uses that have begun. The
         caller delays interrupts.

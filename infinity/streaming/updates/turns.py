@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 
+import torch
 from typing_extensions import override
 
 from infinity.errors import CapacityError, InfinityError, StorageError
@@ -103,6 +104,7 @@ class UpdateTurns(EarlyUpdates):
             if unit != but:
                 yield from self.pending[unit].left
 
+    @torch.inference_mode(False)  # What is made in it and kept could not be written later.
     def apply(self, index: int, *, is_needed: bool) -> None:
         """Makes a pending update, or what is left of it. `is_needed`: see `StepRunner`."""
         update, begun_s = self.pending[index], time.monotonic()
