@@ -171,3 +171,20 @@ def test_where_a_pass_begins(words: str, begins: str) -> None:
 
 def test_a_first_part_that_never_comes_again_is_not_waited_for() -> None:
     assert "*" in begun("a | " + "b | " * 20)[2:]
+
+
+def test_what_a_failed_backward_holds_is_released_when_a_part_is_called_again(
+    swap_directory: Path,
+) -> None:
+    def fail(gradient: Tensor) -> None:
+        raise ValueError
+
+    with offloaded(pair(), swap_config(swap_directory)) as model:
+        hook = model["text"].blocks[2].weight.register_hook(fail)
+        with pytest.raises(ValueError):
+            model["text"](batch(0)).sum().backward()
+        hook.remove()
+        in_use = infinity.engine_of(model).weight_cache.in_use
+        assert in_use(), "or nothing is tested"
+        model["text"](batch(1))
+        assert not in_use()

@@ -148,6 +148,7 @@ class ModelPasses:
         passes.is_graded = passes.is_graded or kind == "train"
         with UNINTERRUPTED, self._lock:
             is_new = passes.beginnings.ask_hooked(kind, hooked.name)
+            is_new = is_new or bool(self._backwards.armed)  # Of a backward that has failed.
             if is_new and not any(hooks.threads for hooks in self._hooks):
                 self.reset()
             self._weight_cache.begin_pass(kind, is_new=is_new)
