@@ -334,6 +334,24 @@ def test_a_saved_run_goes_on_and_writes_texts_with_its_own_experts(
 # -- The census ------------------------------------------------------------------------------------
 
 
+def _ends_between_census_and_rows(request: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command goes on, and never over a file with other content."""
+    assert request.routing
+    request.routing.unlink()
+    request.output.unlink()
+    with monkeypatch.context() as context:
+        context.setattr(scoring.ScoreRows, "end", lambda _: {}[0])
+        with pytest.raises(KeyError):
+            scoring.run(request)
+    content = request.routing.read_text()
+    request.routing.write_text("of the user")
+    with pytest.raises(ConfigError, match="exists; give another name"):
+        scoring.run(request)
+    request.routing.write_text(content)
+    scoring.run(request)
+    assert request.routing.read_text() == content and request.output.exists()
+
+
 def test_a_census_counts_what_the_router_of_a_plain_forward_chooses(
     job: dict[str, Any], base_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +383,7 @@ def test_a_census_counts_what_the_router_of_a_plain_forward_chooses(
     assert not list(tmp_path.glob("*.routing")), "sums that serve a resume go with it"
     with pytest.raises(ConfigError, match="exists"):
         scoring.run(again)
+    _ends_between_census_and_rows(again, monkeypatch)
 
     census = json.loads(content)
     rows = [json.loads(line) for line in request.output.read_text().splitlines()]

@@ -79,6 +79,11 @@ def watching(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
+def is_begun(output: Path) -> bool:
+    """Whether there are sums of a run that was ended, whose census may be there, too."""
+    return _file_of(output, 0).parent.is_dir()
+
+
 def num_counted(output: Path, num_rows: int) -> int:
     """Returns for how many of the first rows of a run that was ended there are sums."""
     found = (int(file.stem) for file in _file_of(output, 0).parent.glob("*.safetensors"))
@@ -118,7 +123,7 @@ def write_census(
     file: Path, totals: Counts, base: BaseIdentity, num_records: int, num_tokens: int
 ) -> None:
     """Writes the census: for each module of experts the shares of its experts, which add up to
-    one."""
+    one. Raises ConfigError for a file with other content."""
     from infinity.private.transformers import dot_natural_key
 
     experts = {}
@@ -128,4 +133,7 @@ def write_census(
         shares = {"tokens": choices / choices.sum(), "gate": weights / weights.sum()}
         experts[name] = {key: share.tolist() for key, share in shares.items()}
     counts = {"schema": 1, "records": num_records, "tokens": num_tokens}
-    replace_file(file, json.dumps(counts | {"base": asdict(base), "experts": experts}, indent=1))
+    text = json.dumps(counts | {"base": asdict(base), "experts": experts}, indent=1)
+    if file.exists() and file.read_text() != text:
+        raise ConfigError(f"--routing {file} exists; give another name")
+    replace_file(file, text)

@@ -261,7 +261,10 @@ def run(request: Request, *, note: Callable[[int, int, int], None] = lambda *_: 
     if request.output.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--output {request.output}: expected a .jsonl or .parquet file")
     routing = request.routing
-    if routing is not None and (routing.exists() or routing.resolve() == request.output.resolve()):
+    if routing is not None and (
+        (routing.exists() and not census.is_begun(request.output))
+        or routing.resolve() == request.output.resolve()
+    ):
         raise ConfigError(f"--routing {routing} exists, or is --output; give another name")
     if routing is not None and not routing.resolve().parent.is_dir():
         raise ConfigError(f"--routing {routing}: its directory does not exist; make it first")
