@@ -228,6 +228,14 @@ def test_the_last_lines_are_commands(tmp_path: Path) -> None:
     assert f"infinity score {tmp_path / 'base'} --adapter {tmp_path / 'out'} DATA" in text
     text = "\n".join(next_commands(settings(tmp_path, tokenizer="bytes"), summary))
     assert "infinity generate" in text and "infinity chat" not in text
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/adapter_config.json").write_text('{"target_modules": ["kv_b_proj"]}')
+    text = "\n".join(next_commands(settings(tmp_path), summary))
+    assert "--for sglang" in text and "vllm" not in text, "which does not load these factors"
+    in_full = SwapConfig.load({
+        **settings(tmp_path).to_dict(), "adapter": {"experts_full": ["experts.1"]},
+    })  # fmt: skip
+    assert "export-adapter" not in "\n".join(next_commands(in_full, summary))
 
 
 def test_the_command_that_goes_on_is_that_of_the_run(

@@ -13,6 +13,7 @@ from infinity.config import JobConfig
 from infinity.config.hub import published_name
 from infinity.config.schema.train import Purpose
 from infinity.integrations.card import base_in_words, card_of
+from infinity.integrations.server_layouts import CONFIG_NAME, LOADERS
 from infinity.sizes import clock_of, counted
 from infinity.tools.training.report import Reporter, Summary, bars
 
@@ -55,7 +56,11 @@ def next_commands(config: JobConfig, summary: Summary) -> list[str]:
             found.append((f'infinity generate {output} "..."', "let it continue a text"))
         if writes and has_adapter:
             found.append((f"infinity merge {base} {output} -o merged", "base and adapter as one"))
-            found.append((f"infinity export-adapter {output} --for vllm", "serve it"))
+        if writes and config.adapter and not config.adapter.experts_full:
+            own = config.output.directory / CONFIG_NAME
+            saved = own.read_text() if own.exists() else ""
+            server = "sglang" if any(map(saved.__contains__, LOADERS["vllm"].dropped)) else "vllm"
+            found.append((f"infinity export-adapter {output} --for {server}", "serve it"))
         model = f"{base} --adapter {output}" if has_adapter else output
         found.append((f"infinity score {model} DATA -o scores.jsonl", "score texts"))
     if summary.checkpoint is not None:
