@@ -92,14 +92,6 @@ bool wait_interruptibly(const py::object& timeout_s, Wait is_finished) {
   }
 }
 
-io::RingFlags ring_flags_of(const std::string& name) {
-  if (name == "auto") return io::RingFlags::kAuto;
-  if (name == "defer_taskrun") return io::RingFlags::kDefer;
-  if (name == "coop_taskrun") return io::RingFlags::kCoop;
-  if (name == "none") return io::RingFlags::kNone;
-  throw py::value_error("unknown ring flags: " + name);
-}
-
 // A Python integer of 0..2^64-1. pybind11's own message would name neither the number nor the
 // range.
 std::uint64_t number_of(const py::handle& value, const char* what) {
@@ -175,7 +167,6 @@ void check_options(const io::Options& options) {
     refuse("max_queue_depth", options.max_queue_depth, "from queue_depth to 1024");
   }
   check_count("num_threads", options.num_threads);
-  check_count("num_rings", options.num_rings);
   if (options.max_pending == 0) refuse("max_pending", 0, "at least 1");
 }
 
@@ -232,8 +223,7 @@ class PyEngine {
  public:
   // `arena`: an Arena or None. It stays until `close`.
   PyEngine(bool is_uring, py::object arena, std::uint32_t block_nbytes, std::uint32_t queue_depth,
-           std::uint32_t num_threads, std::uint32_t max_pending, std::uint32_t num_rings,
-           const std::string& ring_flags, std::uint32_t min_queue_depth,
+           std::uint32_t num_threads, std::uint32_t max_pending, std::uint32_t min_queue_depth,
            std::uint32_t max_queue_depth)
       : arena_(std::move(arena)) {
     io::Options options;
@@ -244,8 +234,6 @@ class PyEngine {
     options.max_queue_depth = max_queue_depth;
     options.num_threads = num_threads;
     options.max_pending = max_pending;
-    options.num_rings = num_rings;
-    options.ring_flags = ring_flags_of(ring_flags);
     if (!arena_.is_none()) {
       if (!py::isinstance<Arena>(arena_)) throw py::type_error("arena: expected an Arena or None");
       const auto& memory = arena_.cast<const Arena&>();
@@ -366,7 +354,6 @@ class PyEngine {
     for (const io::LaneInfo& info : live().lanes()) {
       py::dict lane;
       lane["device"] = info.device;
-      lane["num_rings"] = info.num_rings;
       lane["ring_flags"] = info.ring_flags;
       lane["has_registered_buffers"] = info.has_registered_buffers;
       lane["has_registered_files"] = info.has_registered_files;
@@ -473,8 +460,8 @@ void move_pages(Window& window, Arena& arena, std::size_t arena_offset_nbytes, s
   raise_os_error(code, range + "could not be moved");
 }
 
-py::dict probe_uring(const std::string& ring_flags) {
-  const io::UringProbe probe = io::probe_uring(ring_flags_of(ring_flags));
+py::dict probe_uring() {
+  const io::UringProbe probe = io::probe_uring();
   py::dict found;
   found["usable"] = probe.usable;
   found["errno"] = probe.code;
@@ -582,7 +569,7 @@ PYBIND11_MODULE(_core, module) {
   using namespace infinity;  // NOLINT: the module's body is the namespace.
   module.doc() = "Native part of infinity: the I/O engine, the arena and its windows.";
   module.attr("HAS_URING") = io::built_with_uring();
-  module.def("probe_uring", &probe_uring, py::arg("ring_flags") = "auto");
+  module.def("probe_uring", &probe_uring);
   module.def("can_remap", &can_remap);
   module.def("stacks", &stacks, py::arg("threads"));
   module.def("crc32c_pages", &checksums_of, py::arg("address"), py::arg("nbytes"),
@@ -643,11 +630,10 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<PyEngine>(module, "Engine")
       .def(py::init<bool, py::object, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t,
-                    std::uint32_t, const std::string&, std::uint32_t, std::uint32_t>(),
+                    std::uint32_t, std::uint32_t>(),
            py::arg("is_uring"), py::arg("arena").none(true), py::arg("block_nbytes"),
            py::arg("queue_depth"), py::arg("num_threads"), py::arg("max_pending"),
-           py::arg("num_rings"), py::arg("ring_flags"), py::arg("min_queue_depth") = 0,
-           py::arg("max_queue_depth") = 0)
+           py::arg("min_queue_depth") = 0, py::arg("max_queue_depth") = 0)
       .def("open", &PyEngine::open, py::arg("path"), py::arg("direct"),
            py::arg("read_only") = false)
       .def("close_file", &PyEngine::close_file, py::arg("file"))

@@ -15,7 +15,6 @@ class UringProbe(TypedDict):
 
 class LaneInfo(TypedDict):
     device: int
-    num_rings: int
     ring_flags: int
     has_registered_buffers: bool
     has_registered_files: bool
@@ -29,7 +28,7 @@ class LaneInfo(TypedDict):
     stall_s: float
     queue_wait: list[int]
 
-def probe_uring(ring_flags: str = "auto") -> UringProbe: ...
+def probe_uring() -> UringProbe: ...
 def can_remap() -> bool: ...
 def stacks(threads: Sequence[int]) -> dict[int, list[FrameType]]:
     """The frames of each of these threads, the innermost first; of all threads for none. No thread
@@ -119,8 +118,6 @@ class Engine:
         queue_depth: int,
         num_threads: int,
         max_pending: int,
-        num_rings: int,
-        ring_flags: str,
         min_queue_depth: int = 0,
         max_queue_depth: int = 0,
     ) -> None: ...

@@ -179,8 +179,7 @@ def open_engine(
             core = _core.Engine(
                 is_uring, None if arena is None else arena.core,
                 block_nbytes=block_nbytes, queue_depth=start, num_threads=num_threads,
-                max_pending=max_pending, num_rings=1, ring_flags="auto",
-                min_queue_depth=least if least < most else 0,
+                max_pending=max_pending, min_queue_depth=least if least < most else 0,
                 max_queue_depth=most if least < most else 0,
             )  # fmt: skip
         except ValueError as error:

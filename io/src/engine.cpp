@@ -68,13 +68,11 @@ Result<std::unique_ptr<Engine>> Engine::open(const Options& options,
                                              std::shared_ptr<const Hooks> hooks) {
   INF_ASSERT(options.block_nbytes > 0 && options.block_nbytes % kDefaultAlignmentNbytes == 0);
   INF_ASSERT(options.queue_depth > 0 && options.num_threads > 0 && options.max_pending > 0);
-  INF_ASSERT(options.num_rings > 0);
   INF_ASSERT(options.min_queue_depth <= options.queue_depth);
   INF_ASSERT(options.min_queue_depth == 0 || options.queue_depth <= options.max_queue_depth);
   if (options.backend == Backend::kUring) {
-    // As large and as many as one device will need: smaller ones say nothing of the memlock limit.
-    const UringProbe probe =
-        probe_uring(options.ring_flags, num_ring_entries(options), options.num_rings);
+    // As large as one device will need: a smaller one says nothing of the memlock limit.
+    const UringProbe probe = probe_uring(options.ring_flags, num_ring_entries(options));
     if (!probe.usable) {
       return Error{probe.code, Operation::kSetup, -1, 0, 0, probe.step};
     }

@@ -8,7 +8,7 @@ namespace infinity::io {
 
 bool built_with_uring() noexcept { return false; }
 
-UringProbe probe_uring(RingFlags, std::uint32_t, std::uint32_t) noexcept {
+UringProbe probe_uring(RingFlags, std::uint32_t) noexcept {
   return {false, ENOSYS, "build", 0};
 }
 

@@ -1,9 +1,8 @@
-// One ring, or a few, each owned by one thread. They take blocks from one queue, each up to its
-// share of the window.
+// One ring, owned by one thread.
 //
-// A thread sleeps in io_uring_enter. New work wakes it through an eventfd on which a poll is armed;
-// one whose share is full needs no waking, since the next completion does it. Only its thread
-// touches a ring (SINGLE_ISSUER); others speak to it through the queue and `forgotten_`.
+// The thread sleeps in io_uring_enter. New work wakes it through an eventfd on which a poll is
+// armed; while the window is full it needs no waking, since the next completion does it. Only its
+// thread touches the ring (SINGLE_ISSUER); others speak to it through the queue and `forgotten_`.
 #include <algorithm>
 #include <cerrno>
 #include <ctime>
@@ -29,50 +28,30 @@ constexpr unsigned kMaxWorkers = 4;  // of the kernel's own pool, for what it mu
 
 struct Slot {
   Block block;
-  std::uint64_t taken_nbytes = 0;  // of the window, until the block is settled
-  std::uint32_t generation = 0;    // A stale completion trips an assert instead of hurting bytes.
+  std::uint32_t generation = 0;  // A stale completion trips an assert instead of hurting bytes.
   bool is_busy = false;
 };
 
 class UringLane final : public Lane {
  public:
   UringLane(const Options& options, std::shared_ptr<const Hooks> hooks,
-            std::shared_ptr<RegisteredArena> arena);
-  Error start() override;
-  void stop() noexcept override;
-  void forget(File* file) noexcept override;
-
- private:
-  class Ring;
-
-  void wake() noexcept override;
-  std::chrono::nanoseconds cpu() const noexcept override;
-
-  // What one ring found out when it was set up. `mutex_` must be held.
-  void note(const LaneInfo& found) noexcept;
-
-  const std::shared_ptr<RegisteredArena> arena_;
-  std::vector<std::unique_ptr<Ring>> rings_;
-};
-
-class UringLane::Ring {
- public:
-  explicit Ring(UringLane& lane)
-      : lane_(lane),
-        slots_(max_in_flight(lane.options_)),
+            std::shared_ptr<RegisteredArena> arena)
+      : Lane(options, std::move(hooks)),
+        arena_(std::move(arena)),
+        slots_(max_in_flight(options)),
         file_slots_(kNumFileSlots, nullptr) {
     free_slots_.reserve(slots_.size());
     for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) free_slots_.push_back(slot);
   }
 
-  Error start() {
+  Error start() override {
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) return {errno, Operation::kSetup, -1, 0, 0, "cannot create an eventfd"};
-    if (const int code = thread_.start(&Ring::body, this, "infinity-uring")) {
+    if (const int code = thread_.start(&UringLane::body, this, "infinity-uring")) {
       ::close(wake_fd_);
       return {code, Operation::kSetup, -1, 0, 0, "cannot start the ring's thread"};
     }
-    std::unique_lock lock(lane_.mutex_);
+    std::unique_lock lock(mutex_);
     answered_.wait(lock, [this] { return is_answered_; });
     if (setup_code_ == 0) return {};
     lock.unlock();
@@ -88,13 +67,17 @@ class UringLane::Ring {
                 : "io_uring_setup refused the ring"};
   }
 
-  void join() noexcept {
-    thread_.join();
-    ::close(wake_fd_);
+  void stop() noexcept override {
+    {
+      std::lock_guard lock(mutex_);
+      is_stopping_ = true;
+      notify();
+    }
+    join();
   }
 
-  void forget(File* file) noexcept {
-    std::unique_lock lock(lane_.mutex_);
+  void forget(File* file) noexcept override {
+    std::unique_lock lock(mutex_);
     const auto is_free = [this] { return forgotten_ == nullptr || has_ended_; };
     answered_.wait(lock, is_free);  // Another file's turn.
     if (has_ended_) return;
@@ -103,23 +86,31 @@ class UringLane::Ring {
     answered_.wait(lock, is_free);
   }
 
-  [[nodiscard]] std::chrono::nanoseconds cpu() const noexcept { return thread_.cpu(); }
+ private:
+  void wake() noexcept override {
+    if (is_asleep_) notify();
+  }
 
-  // The lane's mutex must be held for both.
-  [[nodiscard]] bool is_asleep() const noexcept { return is_asleep_; }
+  std::chrono::nanoseconds cpu() const noexcept override { return thread_.cpu(); }
+
+  void join() noexcept {
+    thread_.join();
+    ::close(wake_fd_);
+  }
+
+  // `mutex_` must be held.
   void notify() noexcept {
     is_asleep_ = false;
     const std::uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof one);
   }
 
- private:
-  static void body(void* self) noexcept { static_cast<Ring*>(self)->run(); }
+  static void body(void* self) noexcept { static_cast<UringLane*>(self)->run(); }
 
   void run() noexcept {
     const int code = set_up();
     {
-      std::lock_guard lock(lane_.mutex_);
+      std::lock_guard lock(mutex_);
       setup_code_ = code;
       is_answered_ = true;
       answered_.notify_all();
@@ -144,27 +135,24 @@ class UringLane::Ring {
   }
 
   [[nodiscard]] int set_up() noexcept {
-    const unsigned num_entries = num_ring_entries(lane_.options_);
+    const unsigned num_entries = num_ring_entries(options_);
     std::uint32_t flags = 0;
-    const RingFlags wanted = lane_.options_.ring_flags;
-    if (const int code = set_up_ring(ring_, num_entries, wanted, flags)) return code;
+    if (const int code = set_up_ring(ring_, num_entries, options_.ring_flags, flags)) return code;
     has_ring_ = true;
     io_uring_ring_dontfork(&ring_);
     unsigned workers[2] = {kMaxWorkers, kMaxWorkers};
     io_uring_register_iowq_max_workers(&ring_, workers);
-    LaneInfo found;
-    found.ring_flags = flags;
-    found.register_buffers_errno = lane_.arena_->give(ring_);
-    found.has_registered_buffers =
-        lane_.options_.arena.nbytes != 0 && found.register_buffers_errno == 0;
-    found.has_fixed_vectors = found.has_registered_buffers && has_fixed_vector_opcodes();
+    const int code = arena_->give(ring_);
+    has_buffers_ = options_.arena.nbytes != 0 && code == 0;
+    has_fixed_vectors_ = has_buffers_ && has_fixed_vector_opcodes();
     const std::vector<int> none(kNumFileSlots, -1);
-    found.has_registered_files = io_uring_register_files(&ring_, none.data(), kNumFileSlots) == 0;
-    has_buffers_ = found.has_registered_buffers;
-    has_files_ = found.has_registered_files;
-    has_fixed_vectors_ = found.has_fixed_vectors;
-    std::lock_guard lock(lane_.mutex_);
-    lane_.note(found);
+    has_files_ = io_uring_register_files(&ring_, none.data(), kNumFileSlots) == 0;
+    std::lock_guard lock(mutex_);
+    info_.ring_flags = flags;
+    info_.register_buffers_errno = code;
+    info_.has_registered_buffers = has_buffers_;
+    info_.has_registered_files = has_files_;
+    info_.has_fixed_vectors = has_fixed_vectors_;
     return 0;
   }
 
@@ -179,35 +167,26 @@ class UringLane::Ring {
 
   // Moves queued blocks into the free slots. False when the thread has nothing left to live for.
   [[nodiscard]] bool fill() noexcept {
-    std::lock_guard lock(lane_.mutex_);
+    std::lock_guard lock(mutex_);
     if (forgotten_ != nullptr) {
       release_file_slot(forgotten_);
       forgotten_ = nullptr;
       answered_.notify_all();
     }
-    while (has_room()) {
+    while (!free_slots_.empty()) {
       const std::uint32_t index = free_slots_.back();
       Slot& slot = slots_[index];
-      if (!lane_.take(slot.block)) break;
+      if (!take(slot.block)) break;
       free_slots_.pop_back();
       slot.is_busy = true;
-      slot.taken_nbytes = slot.block.nbytes;
-      num_taken_nbytes_ += slot.taken_nbytes;
       prepare(index);
     }
     const bool is_unused = free_slots_.size() == slots_.size();
-    if (lane_.is_stopping_ && is_unused) return false;
+    if (is_stopping_ && is_unused) return false;
     if (!is_wake_armed_) arm_wake();
-    is_window_full_ = !has_room() || lane_.is_full();
-    is_asleep_ = has_room() && (is_unused || !lane_.is_full());
-    if (!has_room() && !lane_.is_full() && !lane_.queue_.empty()) lane_.wake();  // Another ring.
+    is_window_full_ = free_slots_.empty() || is_full();
+    is_asleep_ = !is_window_full_;
     return true;
-  }
-
-  // The lane's mutex must be held. The last block may go over the ring's share of the window.
-  [[nodiscard]] bool has_room() const noexcept {
-    const std::uint64_t share_nbytes = lane_.window_nbytes() / lane_.options_.num_rings;
-    return !free_slots_.empty() && num_taken_nbytes_ < std::max<std::uint64_t>(1, share_nbytes);
   }
 
   void prepare(std::uint32_t index) noexcept {
@@ -219,7 +198,7 @@ class UringLane::Ring {
     const bool is_read = block.operation == Operation::kRead;
     const iovec* pieces = block.pieces.data();
     const auto num_pieces = static_cast<unsigned>(block.pieces.size());
-    const int buffer = has_buffers_ ? registered_buffer(block, lane_.options_.arena) : -1;
+    const int buffer = has_buffers_ ? registered_buffer(block, options_.arena) : -1;
     if (num_pieces > 1) {
       is_read ? io_uring_prep_readv(sqe, fd, pieces, num_pieces, block.offset_nbytes)
               : io_uring_prep_writev(sqe, fd, pieces, num_pieces, block.offset_nbytes);
@@ -299,12 +278,10 @@ class UringLane::Ring {
     INF_ASSERT(index < slots_.size());
     Slot& slot = slots_[index];
     INF_ASSERT(slot.is_busy && slot.generation == static_cast<std::uint32_t>(cqe.user_data >> 32));
-    if (lane_.settle(slot.block, cqe.res) == Verdict::kAgain) {
+    if (settle(slot.block, cqe.res) == Verdict::kAgain) {
       prepare(index);
     } else {
       slot.is_busy = false;
-      INF_ASSERT(num_taken_nbytes_ >= slot.taken_nbytes);
-      num_taken_nbytes_ -= slot.taken_nbytes;
       free_slots_.push_back(index);
     }
   }
@@ -325,12 +302,12 @@ class UringLane::Ring {
     const char* detail = "the ring failed; its completions are lost";
     tear_down();
     {
-      std::lock_guard lock(lane_.mutex_);
-      lane_.die(code, detail);  // First, so that no other ring goes on with what comes back.
+      std::lock_guard lock(mutex_);
+      die(code, detail);  // First, so that nothing that comes back is queued again.
     }
     for (Slot& slot : slots_) {
       if (!slot.is_busy) continue;
-      while (lane_.settle(slot.block, -code) == Verdict::kAgain) {
+      while (settle(slot.block, -code) == Verdict::kAgain) {
       }
       slot.is_busy = false;
     }
@@ -341,15 +318,15 @@ class UringLane::Ring {
     if (has_buffers_) io_uring_unregister_buffers(&ring_);  // Unpins now, not some time later.
     io_uring_queue_exit(&ring_);
     has_ring_ = false;
-    std::lock_guard lock(lane_.mutex_);
+    std::lock_guard lock(mutex_);
     has_ended_ = true;
     forgotten_ = nullptr;
     answered_.notify_all();
   }
 
-  UringLane& lane_;
+  const std::shared_ptr<RegisteredArena> arena_;
 
-  // Shared with the callers, guarded by the lane's mutex.
+  // Shared with the callers, guarded by `mutex_`.
   int wake_fd_ = -1;
   std::condition_variable answered_;
   bool is_answered_ = false;
@@ -367,67 +344,10 @@ class UringLane::Ring {
   bool has_fixed_vectors_ = false;
   bool is_wake_armed_ = false;
   bool is_window_full_ = false;
-  std::uint64_t num_taken_nbytes_ = 0;
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_slots_;
   std::vector<File*> file_slots_;
 };
-
-UringLane::UringLane(const Options& options, std::shared_ptr<const Hooks> hooks,
-                     std::shared_ptr<RegisteredArena> arena)
-    : Lane(options, std::move(hooks)), arena_(std::move(arena)) {
-  for (std::uint32_t index = 0; index < options.num_rings; ++index) {
-    rings_.push_back(std::make_unique<Ring>(*this));
-  }
-}
-
-Error UringLane::start() {
-  for (std::size_t index = 0; index < rings_.size(); ++index) {
-    if (const Error error = rings_[index]->start()) {
-      rings_.resize(index);
-      stop();
-      return error;
-    }
-  }
-  return {};
-}
-
-void UringLane::stop() noexcept {
-  {
-    std::lock_guard lock(mutex_);
-    is_stopping_ = true;
-    for (const auto& ring : rings_) ring->notify();
-  }
-  for (const auto& ring : rings_) ring->join();
-}
-
-void UringLane::forget(File* file) noexcept {
-  for (const auto& ring : rings_) ring->forget(file);
-}
-
-void UringLane::wake() noexcept {
-  for (const auto& ring : rings_) {
-    if (ring->is_asleep()) return ring->notify();
-  }
-}
-
-std::chrono::nanoseconds UringLane::cpu() const noexcept {
-  std::chrono::nanoseconds sum{0};
-  for (const auto& ring : rings_) sum += ring->cpu();
-  return sum;
-}
-
-void UringLane::note(const LaneInfo& found) noexcept {
-  const bool is_first = info_.num_rings++ == 0;
-  const auto all = [is_first](bool before, bool here) { return here && (is_first || before); };
-  info_.ring_flags = found.ring_flags;
-  info_.has_registered_buffers = all(info_.has_registered_buffers, found.has_registered_buffers);
-  info_.has_registered_files = all(info_.has_registered_files, found.has_registered_files);
-  info_.has_fixed_vectors = all(info_.has_fixed_vectors, found.has_fixed_vectors);
-  if (found.register_buffers_errno != 0) {
-    info_.register_buffers_errno = found.register_buffers_errno;
-  }
-}
 
 }  // namespace
 

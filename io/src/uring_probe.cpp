@@ -36,15 +36,13 @@ UringProbe examine(io_uring& ring, std::uint32_t flags) noexcept {
 
 bool built_with_uring() noexcept { return true; }
 
-UringProbe probe_uring(RingFlags wanted, std::uint32_t num_entries,
-                       std::uint32_t num_rings) noexcept {
+UringProbe probe_uring(RingFlags wanted, std::uint32_t num_entries) noexcept {
   io_uring ring{};
   std::uint32_t flags = 0;
   if (const int code = set_up_ring(ring, num_entries, wanted, flags)) {
     return {false, code, "io_uring_setup", 0};
   }
-  UringProbe probe = examine(ring, flags);
-  if (probe.usable && num_rings > 1) probe = probe_uring(wanted, num_entries, num_rings - 1);
+  const UringProbe probe = examine(ring, flags);
   io_uring_queue_exit(&ring);
   return probe;
 }

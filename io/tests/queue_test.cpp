@@ -398,47 +398,6 @@ TEST(ASharedBlockThatFailsIsTakenApart) {
   });
 }
 
-TEST(SeveralRingsWorkOffOneQueue) {
-  if (!probe_uring().usable) return;
-  constexpr std::uint64_t kNumBlocks = 96;
-  TempFile file(kNumBlocks * kBlockNbytes);
-  Memory source(kNumBlocks * kBlockNbytes), target(kNumBlocks * kBlockNbytes);
-  source.fill(11);
-  TestOptions options = options_for(Backend::kUring);
-  options.num_rings = 3;
-  options.queue_depth = 6;
-  options.arena = source.range();
-  Gate gate;
-  std::mutex mutex;
-  std::vector<pthread_t> threads;
-  options.tamper = [&](const Block&, std::int64_t result) {
-    gate.pass();
-    std::lock_guard lock(mutex);
-    if (std::find(threads.begin(), threads.end(), pthread_self()) == threads.end()) {
-      threads.push_back(pthread_self());
-    }
-    return result;
-  };
-  auto engine = open_engine(options);
-  for (int round = 0; round < 3; ++round) {  // Every ring forgets the file when it is closed.
-    const std::int32_t id = open_file(*engine, file);
-    const Ticket write =
-        submit(*engine, Operation::kWrite, {{id, 0, source.address(), kNumBlocks * kBlockNbytes}});
-    if (round == 0) {  // Nothing is answered: every ring has its share of the window.
-      while (engine->lanes()[0].stats.num_in_flight < 6) std::this_thread::yield();
-      gate.open();
-    }
-    wait(submit(*engine, Operation::kRead, {{id, 0, target.address(), kNumBlocks * kBlockNbytes}}));
-    CHECK(write->done() && !write->failed());
-    CHECK(std::memcmp(&source[0], &target[0], kNumBlocks * kBlockNbytes) == 0);
-    CHECK(!engine->close_file(id));
-  }
-  CHECK(threads.size() == 3);
-  const LaneInfo info = engine->lanes()[0];
-  CHECK(info.num_rings == 3 && info.has_registered_files);
-  CHECK(engine->stats()[0].stats.max_in_flight == 6);
-}
-
 TEST(RingFlagsAreThoseThatWereAskedFor) {
   for (const RingFlags wanted : {RingFlags::kDefer, RingFlags::kCoop, RingFlags::kNone}) {
     const UringProbe probe = probe_uring(wanted);

@@ -123,7 +123,6 @@ def _updates(core: Any) -> Iterator[tuple[str, Callable[[], object]]]:
 def _check_engine(core: Any, directory: Path, is_uring: bool) -> int:
     options = {
         "block_nbytes": 16 * PAGE, "queue_depth": 2, "num_threads": 2, "max_pending": 8,
-        "num_rings": 1, "ring_flags": "auto",
     }  # fmt: skip
     arena = core.Arena(MIB, False, 1)
 
@@ -132,7 +131,7 @@ def _check_engine(core: Any, directory: Path, is_uring: bool) -> int:
 
     count = sum(
         _refused(f"{key}={value}", lambda k=key, v=value: engine(**{k: v}))
-        for key in ("block_nbytes", "queue_depth", "num_threads", "max_pending", "num_rings")
+        for key in ("block_nbytes", "queue_depth", "num_threads", "max_pending")
         for value in (0, -1, 2**32, *((2**31, 1025) if key != "max_pending" else ()))
     )
     path = directory / "hostile"

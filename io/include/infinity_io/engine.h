@@ -44,7 +44,6 @@ inline constexpr std::uint32_t kMaxBlockNbytes = std::uint32_t{1} << 30;
 struct Options {
   Backend backend = Backend::kThreads;
   RingFlags ring_flags = RingFlags::kAuto;
-  std::uint32_t num_rings = 1;  // per device, each with a thread; they share the queue
   ArenaRange arena;
   std::uint32_t block_nbytes = 4U << 20;
   std::uint32_t queue_depth = 4;      // blocks in flight per device, at first
@@ -65,11 +64,10 @@ struct LaneStats {
   Histogram queue_wait;               // of requests, from submit() to the issue of the first block
 };
 
-// What the set-up of one lane found out, and its statistics. With several rings: what all have.
+// What the set-up of one lane found out, and its statistics.
 struct LaneInfo {
   std::uint64_t device = 0;
-  std::uint32_t num_rings = 0;  // 0: threads
-  std::uint32_t ring_flags = 0;
+  std::uint32_t ring_flags = 0;  // what the kernel granted
   bool has_registered_buffers = false;
   bool has_registered_files = false;
   bool has_fixed_vectors = false;  // registered buffers also for blocks of several pieces

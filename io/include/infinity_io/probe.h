@@ -22,12 +22,10 @@ struct UringProbe {
   std::uint32_t ring_flags = 0;  // what the kernel granted
 };
 
-// Sets up `num_rings` real rings side by side, asks for the opcodes we use and lets a no-op through
-// each. Below a millisecond for a small one; a tenth of a second where the memlock limit refuses
-// it.
+// Sets up a real ring, asks for the opcodes we use and lets a no-op through. Below a millisecond
+// for a small one; a tenth of a second where the memlock limit refuses it.
 [[nodiscard]] UringProbe probe_uring(RingFlags wanted = RingFlags::kAuto,
-                                     std::uint32_t num_entries = 4,
-                                     std::uint32_t num_rings = 1) noexcept;
+                                     std::uint32_t num_entries = 4) noexcept;
 
 struct DirectAlignment {
   std::uint32_t memory_nbytes = 0;  // 0: the kernel or the file system does not say
