@@ -292,6 +292,7 @@ directory = "out"
         + (tmp_path / "swap.toml").read_text()
     )
     assert program.run(replace(request_of, data=(data,))).num_records == 4
+    assert not (tmp_path / "out").exists(), "the run is not begun"
     decode = open_tokenizer(directory).decode
     found = [decode(row["tokens"])[:2] for row in rows_of(request_of.output)]
     assert found == ["a0", "a1", "b0", "b1"]

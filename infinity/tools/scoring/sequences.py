@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from infinity.config import DataSource, JobConfig, SwapConfig
@@ -102,7 +103,8 @@ def _of_run(path: Path, directory: Path) -> list[ScoredSequence]:
                 f'{path}: expected a run of single sequences, got train.method = "'
                 f'{config.train.method}" or data.packing'
             )
-        with ExitStack() as stack:
+        with ExitStack() as stack, TemporaryDirectory() as place:  # The trainer makes its own.
+            config = changed(config, {"output.directory": Path(place)})
             plan, tokenizer, _ = read_model(config)
             assert tokenizer is not None
             open_same(tokenizer, directory, str(path))
