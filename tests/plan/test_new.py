@@ -279,6 +279,7 @@ def test_columns_that_are_not_learned_count_for_nothing(tmp_path: Path) -> None:
         file.write_text((json.dumps({"messages": turns} | more) + "\n") * 3)
         counts.append(read_data([file], ByteTokenizer()))
     assert counts[0] == counts[1] and counts[0].num_records == 3
+    assert not counts[0].is_exact, "what a template writes around a message is guessed"
 
 
 def test_data_that_train_would_refuse_are_refused(tmp_path: Path) -> None:

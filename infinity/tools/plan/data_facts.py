@@ -47,7 +47,7 @@ _TURNS = ("messages", "prompt", "completion", "chosen", "rejected")
 @dataclass(frozen=True, slots=True)
 class DataFacts:
     """The content of the files. For text, `num_records` is 0. `longest`: the tokens of the longest
-    record that was tokenised. `is_exact`: all of the data was tokenised. `train`: `train_keys`."""
+    record that was tokenised. `is_exact`: no token is guessed. `train`: `train_keys`."""
 
     noun: str  # One of `_NOUNS`, "records", "text" or a name above.
     num_records: int
@@ -199,7 +199,7 @@ def _read(
         return _text(file, tokenizer, vocab_size)
     marks = _MARKS_NBYTES if tokenizer.name == "bytes" else _MARKS
     records = learned_rows([file], vocab_size, labels)
-    noun, lengths = "records", list[int]()
+    noun, lengths, marked = "records", list[int](), 0
     sampled_nbytes, longest, is_exact = 0, 0, True
     for record in records:
         if has_images(record):
@@ -224,10 +224,9 @@ def _read(
         if sampled_nbytes >= _SAMPLE_NBYTES:
             is_exact = next(records, None) is None
             break
-    if not lengths:
-        return DataFacts(noun, 0, 0, 0, is_exact=True)
     count = len(lengths) if is_exact else _count(file, len(lengths), sampled_nbytes)
-    return DataFacts(noun, count, sum(lengths) * count // len(lengths), longest, is_exact)
+    total = sum(lengths) * count // max(1, len(lengths))
+    return DataFacts(noun, count, total, longest, is_exact and not marked)  # Marks are guessed.
 
 
 def _with_images(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
