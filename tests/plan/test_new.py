@@ -287,6 +287,7 @@ def test_data_that_train_would_refuse_are_refused(tmp_path: Path) -> None:
     contents = (
         ("empty.txt", "", "has no token"), ("list.json", "[]", "has no records"),
         ("empty.jsonl", "", "is empty"), ("blank.jsonl", "\n \n", "has no records"),
+        ("asked.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "has no token to learn"),
         ("second.jsonl", '{"text": "a"}\n{"text": []}', "record 2: text"),
         *((f"{i}.jsonl", labelled(pair), "cannot be told apart") for i, pair in enumerate(labels)),
         ("stray.jsonl", labelled(["a", None]), "'a' in record 1 .*, none in record 2 of stray"),

@@ -5,7 +5,7 @@ The first records of every file are tokenised; the others count by their bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -206,6 +206,8 @@ def _read(
             return _with_images(file, tokenizer, length)
         kind = kind_of_columns([*record], str(file))
         noun = kind if kind in _NOUNS else "records"
+        if kind == "conversations" and not any(map(_is_learned, record["messages"])):
+            continue  # A run leaves it out.
         counts = {
             name: sum(_num_tokens(text, tokenizer, vocab_size) for text in texts_in([value]))
             for name, value in record.items()
@@ -227,6 +229,10 @@ def _read(
     count = len(lengths) if is_exact else _count(file, len(lengths), sampled_nbytes)
     total = sum(lengths) * count // max(1, len(lengths))
     return DataFacts(noun, count, total, longest, is_exact and not marked)  # Marks are guessed.
+
+
+def _is_learned(turn: Mapping[str, Any]) -> bool:
+    return turn["role"] == "assistant" and turn.get("weight") != 0
 
 
 def _with_images(file: Path, tokenizer: Tokenizer, length: int | None) -> DataFacts:
