@@ -116,6 +116,17 @@ def test_videos_are_told_from_images(form: str, tmp_path: Path) -> None:
     assert not latents.has_videos([DataSource(path=tmp_path / "rows.jsonl")])
 
 
+def test_images_beside_videos_are_left_out_in_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipelines.videos(tmp_path / "data", 2)
+    sources = [DataSource(path=tmp_path / "data")]
+    assert len(latents.captioned(sources, are_videos=True)) == 2 and not caplog.text
+    (tmp_path / "data" / "9.png").touch()
+    latents.captioned(sources, are_videos=True)
+    assert "1 image left out" in caplog.text
+
+
 def test_a_video_without_a_caption_is_named(tmp_path: Path) -> None:
     pipelines.videos(tmp_path / "videos", 1)
     (tmp_path / "videos" / "0.txt").unlink()

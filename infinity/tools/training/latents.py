@@ -28,6 +28,7 @@ from infinity.config import DataSource, JobConfig
 from infinity.config.extras import installed
 from infinity.config.schema.train import Diffusion
 from infinity.errors import ConfigError, CorruptionError, corrupt, reporting
+from infinity.sizes import counted
 from infinity.tools.training.data_files import READERS, is_records, read_rows, read_utf8
 from infinity.tools.training.denoising import Denoising, Tensors
 from infinity.tools.training.images import COLUMNS, Image, content_of, decoded, located
@@ -129,6 +130,13 @@ def captioned(sources: Sequence[DataSource], *, are_videos: bool) -> list[Captio
             f"data.paths: {places} has no {word}s; expected files ({', '.join(sorted(suffixes))}) "
             f"with captions in .txt files of the same names, or records with {word} and caption"
         )
+    other, suffixes, _ = _KINDS[not are_videos]
+    num_others = sum(path.suffix.lower() in suffixes for path in _files_in(sources))
+    if num_others:
+        _log.warning(
+            "data.paths: %s left out: they need a run of their own, with another "
+            "train.diffusion.frames", counted(num_others, f"{other}s"),
+        )  # fmt: skip
     return found
 
 
@@ -138,8 +146,13 @@ def has_videos(sources: Sequence[DataSource]) -> bool:
         return not captioned(sources, are_videos=False)
     with suppress(ConfigError):
         return bool(captioned(sources, are_videos=True))
-    paths = (path for source in sources for path in source.location.glob("**/*"))
-    return any(path.suffix.lower() in SUFFIXES for path in paths)  # Without captions.
+    # Without captions.
+    return any(path.suffix.lower() in SUFFIXES for path in _files_in(sources))
+
+
+def _files_in(sources: Sequence[DataSource]) -> Iterator[Path]:
+    for source in sources:
+        yield from source.location.glob(source.pattern if source.has_pattern else "**/*")
 
 
 def _pairs_of(source: DataSource, are_videos: bool) -> Iterator[Captioned]:
@@ -152,8 +165,7 @@ def _pairs_of(source: DataSource, are_videos: bool) -> Iterator[Captioned]:
         raise ConfigError(
             f"data.paths: {place}: expected a directory of images, or records: {', '.join(READERS)}"
         )
-    pattern = source.pattern if source.has_pattern else "**/*"
-    for path in sorted(place.glob(pattern)):
+    for path in sorted(_files_in([source])):
         if path.suffix.lower() not in _KINDS[are_videos][1] or path.name.startswith("."):
             continue
         text = path.with_suffix(".txt")
