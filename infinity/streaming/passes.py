@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from infinity.observe import Track
 from infinity.observe.tracer import Tracer
 from infinity.private.torch import current_graph_task_id
@@ -27,6 +29,14 @@ _MOST_BACKWARDS = 16
 # Returns an id of the backward that is running in this thread, or OUTSIDE_BACKWARD. Every node of
 # every backward asks, so it is the function of C++ itself.
 current_backward: Callable[[], int] = current_graph_task_id
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leaves `torch.inference_mode`: what is made in it and kept could not be written later.
+    `torch.inference_mode(False)` alone would turn gradients on."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @dataclass(eq=False, slots=True)

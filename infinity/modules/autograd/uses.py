@@ -28,7 +28,12 @@ from infinity.private.torch import is_any_autocast_enabled, peek_interpreter_sta
 from infinity.state.units import TensorSpec, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.gradients.sink import GradientSink
-from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+from infinity.streaming.passes import (
+    OUTSIDE_BACKWARD,
+    Passes,
+    current_backward,
+    outside_inference_mode,
+)
 from infinity.streaming.updates.record import StepRecord, StepRunner
 from infinity.streaming.weights.cache import WeightCache
 
@@ -95,7 +100,6 @@ class UnitUses:
 
     # -- Uses ------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # What is made in it and kept could not be written later.
     def enter(self, units: Sequence[int], lent: Lent = (), *, is_of_pass: bool = True) -> None:
         """Begins a use of each unit, or of none: a failure ends the uses that have begun. The
         caller delays interrupts.
@@ -104,6 +108,10 @@ class UnitUses:
         is_of_pass: a hooked module begins its pass; without it nothing is fetched ahead
         """
         self._process.refuse_others()
+        if torch.is_inference_mode_enabled():
+            with outside_inference_mode():
+                self.enter(units, lent, is_of_pass=is_of_pass)
+            return
         done: list[int] = []
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
         try:
@@ -143,9 +151,12 @@ class UnitUses:
             for unit in units:
                 self._weight_cache.join(unit)
 
-    @torch.inference_mode(False)
     def leave(self, units: Sequence[int]) -> None:
         """Ends one use of each unit. The caller delays interrupts."""
+        if torch.is_inference_mode_enabled():
+            with outside_inference_mode():
+                self.leave(units)
+            return
         if self._tracer.is_on:
             self._tracer.end(tuple(units))
         if is_any_autocast_enabled():

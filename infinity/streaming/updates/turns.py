@@ -21,6 +21,7 @@ from infinity.state.store import DeviceLocation
 from infinity.state.units import Chunk, StateKind, Unit
 from infinity.storage.protocol import Transfer
 from infinity.streaming.gradients.store import GradientStore
+from infinity.streaming.passes import outside_inference_mode
 from infinity.streaming.updates.early import EarlyUpdates
 from infinity.streaming.updates.record import StepRecord, UpdatedWeights, UpdateSettings
 from infinity.streaming.updates.unit_update import ChunkUpdates, UnitUpdate
@@ -104,9 +105,12 @@ class UpdateTurns(EarlyUpdates):
             if unit != but:
                 yield from self.pending[unit].left
 
-    @torch.inference_mode(False)  # What is made in it and kept could not be written later.
     def apply(self, index: int, *, is_needed: bool) -> None:
         """Makes a pending update, or what is left of it. `is_needed`: see `StepRunner`."""
+        if torch.is_inference_mode_enabled():
+            with outside_inference_mode():
+                self.apply(index, is_needed=is_needed)
+            return
         update, begun_s = self.pending[index], time.monotonic()
         self._take_memory(update)
         self.is_applying = True
